@@ -1,0 +1,3 @@
+from specgen.cli import main
+import sys
+sys.exit(main())

@@ -1,0 +1,291 @@
+"""Ahead-of-time compiling: jobs in, binaries with facts out, in parallel, without a GPU.
+
+Each worker is a process of its own (`aot_worker`) with a private folder; a thread here feeds it one job at a time, so a worker
+that dies takes one job with it and is replaced. Triton is never imported in this process, and a build that the cache
+answers starts no worker. Touches temporary folders and the cache it is given.
+"""
+
+import contextlib
+import os
+import pickle
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from specgen.binary import Binary, CompileJob
+from specgen.cache import Cache, cache_key
+from specgen.errors import BuildError
+from specgen.resources import ARCH_LIMITS, budget_problems
+from specgen.toolchain import toolchain_digest
+
+Progress = Callable[[int, int, str, str], None]
+Key = tuple[str, str]
+
+_FACTS = 1  # of the facts in a Binary: raise it when how they are read changes
+_TIME_LIMIT = 900.0  # seconds for one kernel
+_PAUSE = 0.05  # seconds before looking again whether another process has finished a kernel
+# What changes Triton's output or its speed; a build must not depend on the user's environment.
+_SCRUBBED = ("TRITON_", "AMDGCN_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "DISABLE_", "USE_IR_LOC", "PYTHONPATH")
+
+
+class _Failure(Exception):
+    """A job that failed; the text is what the user reads."""
+
+
+def compile_all(
+    jobs: Sequence[CompileJob],
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    cache: Cache | None = None,
+    time_limit: float = _TIME_LIMIT,
+) -> dict[Key, Binary]:
+    """Compiles every job; returns {(symbol, arch): binary} in the order of `jobs`.
+
+    `workers` processes (default: the CPUs this process may use) share the work, the largest sources first. With a `cache`, known binaries
+    are taken from it, and processes that build the same kernels at the same time divide them. `progress(done, total, symbol,
+    arch)` is called in the caller's thread after each job. A kernel that takes longer than `time_limit` seconds fails.
+
+    Raises BuildError with one line for each failure (a compile error, a worker that died, a budget exceeded) after all jobs ran;
+    ValueError for two different jobs of one (symbol, arch).
+    """
+    order: dict[Key, CompileJob] = {}
+    for job in jobs:
+        if order.setdefault((job.symbol, job.arch), job) != job:
+            raise ValueError(f"two different jobs for {job.symbol} on {job.arch}")
+        if job.arch not in ARCH_LIMITS:
+            raise BuildError(f"{job.symbol}: unknown architecture {job.arch!r}; known: {', '.join(ARCH_LIMITS)}")
+    keys = {pair: job_key(job) for pair, job in order.items()}
+    found: dict[Key, Binary | str] = {}
+
+    def record(pair: Key, outcome: Binary | str) -> None:
+        found[pair] = outcome
+        if progress is not None:
+            progress(len(found), len(order), *pair)
+
+    for pair in order:
+        if cache is not None and (binary := _cached(cache, keys[pair])) is not None:
+            record(pair, binary)
+    missing = sorted((pair for pair in order if pair not in found), key=lambda pair: -_weight(order[pair]))
+    if missing:
+        pool = _Pool([(order[pair], keys[pair]) for pair in missing], cache, time_limit)
+        pool.run(workers or usable_cpus(), record)
+
+    problems: list[str] = []
+    for pair, job in order.items():
+        outcome = found[pair]
+        problems += [outcome] if isinstance(outcome, str) else budget_problems(job, outcome)
+    if problems:
+        raise BuildError("\n".join(problems))
+    return {pair: found[pair] for pair in order}
+
+
+def job_key(job: CompileJob) -> str:
+    """The cache key of a job: everything that decides its binary, nothing else (targets and limits do not)."""
+    return cache_key(
+        {
+            "kind": "binary",
+            "facts": _FACTS,
+            "symbol": job.symbol,
+            "arch": job.arch,
+            "source": job.source,
+            "signature": job.signature,
+            "divisibility": job.divisibility,
+            "num_warps": job.num_warps,
+            "num_stages": job.num_stages,
+            "options": sorted(job.options),
+            "toolchain": toolchain_digest(),
+        }
+    )
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _weight(job: CompileJob) -> int:
+    """A guess of the compile time, for the order only: AMD's assembler works in LLVM and is slower."""
+    return len(job.source) * (1 if job.arch.startswith("sm_") else 2)
+
+
+def _cached(cache: Cache, key: str) -> Binary | None:
+    entry = cache.get(key)
+    if entry is None:
+        return None
+    facts, data = entry
+    return Binary(data=data, **facts)
+
+
+class _Pool:
+    """Threads that each feed one worker process from a common list of jobs."""
+
+    def __init__(self, jobs: list[tuple[CompileJob, str]], cache: Cache | None, time_limit: float):
+        self._jobs = deque(jobs)
+        self._count = len(jobs)
+        self._cache = cache
+        self._time_limit = time_limit
+        self._outcomes: queue.SimpleQueue[tuple[Key, Binary | str] | BaseException] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._workers: set[_Worker] = set()
+        self._lock = threading.Lock()
+
+    def run(self, workers: int, record: Callable[[Key, Binary | str], None]) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="specgen-aot-"))
+        threads = [
+            threading.Thread(target=self._feed, args=(folder / str(number),), daemon=True)
+            for number in range(min(workers, self._count))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in range(self._count):
+                outcome = self._outcomes.get()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                record(*outcome)
+        finally:
+            with self._lock:
+                self._stopped.set()
+                for worker in self._workers:
+                    worker.kill()
+            for thread in threads:
+                thread.join()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _feed(self, folder: Path) -> None:
+        worker: _Worker | None = None
+        try:
+            while not self._stopped.is_set():
+                try:
+                    job, key = self._jobs.popleft()
+                except IndexError:
+                    return
+                with self._cache.claim(key) if self._cache else contextlib.nullcontext(True) as mine:
+                    if not mine:
+                        self._jobs.append((job, key))
+                        self._stopped.wait(_PAUSE)
+                        continue
+                    binary = _cached(self._cache, key) if self._cache else None
+                    if binary is None:
+                        worker = worker or self._start(folder)
+                        try:
+                            binary = worker.compile(job, self._time_limit)
+                        except _Failure as failure:
+                            self._outcomes.put(((job.symbol, job.arch), str(failure)))
+                            if not worker.alive:
+                                worker = None
+                            continue
+                        if self._cache:
+                            self._cache.put(key, binary.facts(), binary.data)
+                self._outcomes.put(((job.symbol, job.arch), binary))
+        except BaseException as error:  # handed to the caller's thread, which raises it
+            if not self._stopped.is_set():
+                self._outcomes.put(error)
+        finally:
+            if worker is not None:
+                worker.close()
+
+    def _start(self, folder: Path) -> "_Worker":
+        with self._lock:
+            if self._stopped.is_set():
+                raise _Failure("stopped")
+            worker = _Worker(folder)
+            self._workers.add(worker)
+            return worker
+
+
+class _Worker:
+    """One compiler process: pickled jobs to its standard input, pickled answers from its standard output."""
+
+    def __init__(self, folder: Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.alive = True
+        self._ended = False
+        self._log = folder / "log"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_SCRUBBED)}
+        environment |= {
+            "TRITON_DISABLE_LINE_INFO": "1",  # binaries would name source files
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            "TRITON_HOME": str(folder),
+            "TMPDIR": str(folder),
+            "PYTHONHASHSEED": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        paths = [os.path.abspath(path) for path in sys.path]
+        program = f"import sys; sys.path[:] = {paths!r}; from specgen.aot_worker import main; main()"
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, str(folder)],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # so that killing it takes ptxas along, and a Ctrl-C reaches the parent alone
+            )
+
+    def compile(self, job: CompileJob, time_limit: float) -> Binary:
+        """The binary of `job`; raises _Failure. `alive` tells whether the process can take another."""
+        started = time.monotonic()
+        timer = threading.Timer(time_limit, self.kill)
+        timer.start()
+        try:
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.flush()
+            outcome = pickle.load(self._process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.alive = False
+            self.kill()
+            code = self._process.wait()
+            self._ended = True
+            if time.monotonic() - started >= time_limit:
+                raise _Failure(f"{job.title}: compiling took longer than {time_limit:g} s") from None
+            raise _Failure(f"{job.title}: the compiler process {_ending(code)}{self._last_words()}") from None
+        finally:
+            timer.cancel()
+        if isinstance(outcome, str):
+            raise _Failure(outcome)
+        return outcome
+
+    def kill(self) -> None:
+        """Ends the process and what it started, at once."""
+        if self._ended:  # the number may be another process's by now
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Lets the process end by itself, as its input does."""
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._ended = True
+        self._process.stdout.close()
+
+    def _last_words(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return f": {lines[-1].strip()[:200]}" if lines else ""
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

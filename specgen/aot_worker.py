@@ -1,0 +1,154 @@
+"""The process that runs Triton: takes pickled jobs on standard input, answers with binaries or error texts.
+
+Started by `aot` with a private folder as its only argument; everything that it or Triton writes stays there. Whatever Triton
+prints goes to the log (standard error), where the reason of a failure is looked for.
+"""
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import re
+import shutil
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+
+from specgen import resources
+from specgen.binary import Binary, CompileJob
+from specgen.errors import BuildError
+from specgen.toolchain import assembler, is_nvidia
+
+_PTXAS_SHARED = re.compile(r"uses too much shared data \(0x([0-9a-f]+) bytes, 0x([0-9a-f]+) max\)")
+_ERROR_LINE = re.compile(r"\b(?:error|fatal)\b\s*:\s*(.+)|^(LLVM ERROR.*|.*Assertion .* failed.*)", re.IGNORECASE)
+
+
+def main() -> None:
+    """Answers jobs until standard input ends, then removes the folder: nothing stays behind if `aot` was killed."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # Triton prints whole PTX files on an error
+    folder = Path(sys.argv[1])
+    try:
+        while True:
+            job = pickle.load(sys.stdin.buffer)
+            os.ftruncate(2, 0)
+            pickle.dump(answer_job(job, folder), answers)
+            answers.flush()
+    except (EOFError, BrokenPipeError):
+        os.chdir("/")
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+
+
+def answer_job(job: CompileJob, folder: Path) -> Binary | str:
+    """The binary of `job`, or the line that says why there is none."""
+    try:
+        return _compile(job, folder)
+    except BuildError as error:
+        return f"{job.title}: {error}"
+    except Exception as error:  # any of Triton's: its classes are many and not all public
+        sys.stderr.flush()
+        sys.stdout.flush()
+        log = (folder / "log").read_text(errors="replace")
+        needed = _shared_needed(error, log)
+        return resources.shared_message(job, needed) if needed else f"{job.title}: {first_useful_line(error, log)}"
+
+
+def first_useful_line(error: BaseException, log: str) -> str:
+    """What is wrong, in one line: the message of Triton's error with the source line, or else the first error in its log."""
+    root = error
+    while root.__cause__ is not None and hasattr(root.__cause__, "node"):  # from the call into a helper to the helper
+        root = root.__cause__
+    place = _place(root)
+    message = getattr(root, "error_message", None) or str(root)
+    if type(root).__name__ == "PTXASError" or "PassManager" in message or not message.strip():
+        for text in (message, log):
+            for each in text.splitlines():
+                found = _ERROR_LINE.search(each)
+                if found:
+                    return place + (found.group(1) or found.group(2)).strip()[:300]
+    lines = [each.strip() for each in message.splitlines() if each.strip()]
+    if not lines:
+        return f"{place}{type(root.__cause__ or root).__name__}"
+    named = "" if hasattr(root, "node") else f"{type(root).__name__}: "
+    return f"{place}{named}{lines[0]}"[:300]
+
+
+def _place(error: BaseException) -> str:
+    """The line of source that Triton refused, such as "in 's = tl.dot(q, k)': "."""
+    source, line = getattr(error, "src", None), getattr(getattr(error, "node", None), "lineno", 0)
+    lines = source.splitlines() if isinstance(source, str) else []
+    return f"in {lines[line - 1].strip()!r}: " if 0 < line <= len(lines) else ""
+
+
+def _shared_needed(error: Exception, log: str) -> int:
+    if type(error).__name__ == "OutOfResources" and getattr(error, "name", "") == "shared memory":
+        return error.required
+    found = _PTXAS_SHARED.search(f"{error}\n{log}")
+    return int(found.group(1), 16) if found else 0
+
+
+def _compile(job: CompileJob, folder: Path) -> Binary:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    nvidia = is_nvidia(job.arch)
+    target = GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32) if nvidia else GPUTarget("hip", job.arch, 64)
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **dict(job.options)}
+    unknown = options.keys() - type(make_backend(target).parse_options({})).__dataclass_fields__.keys()
+    if unknown:
+        raise BuildError(f"Triton {triton.__version__} has no option {', '.join(sorted(unknown))} for {job.arch}")
+
+    function = getattr(_load(job, folder), job.symbol, None)
+    if not isinstance(function, triton.JITFunction):
+        raise BuildError(f"the module defines no @triton.jit function {job.symbol}")
+    names = [name for name, _ in job.signature]
+    if list(function.arg_names) != names:
+        raise BuildError(f"the function takes ({', '.join(function.arg_names)}), the signature has ({', '.join(names)})")
+
+    attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in job.divisibility}
+    source = ASTSource(function, dict(job.signature), constexprs={}, attrs=attributes)
+    compiled = triton.compile(source, target=target, options=options)
+    metadata = compiled.metadata
+    data = compiled.asm["cubin" if nvidia else "hsaco"]
+    if nvidia:
+        usage = resources.read_cubin(data, metadata.name)
+    else:
+        usage = resources.read_hsaco(data, metadata.name, compiled.asm["amdgcn"])
+    block = {
+        "num_threads": metadata.num_warps * target.warp_size,
+        "shared_bytes": metadata.shared,
+        "registers": usage.registers,
+        "tensor_memory_columns": getattr(metadata, "tmem_size", 0) or 0,
+    }
+    return Binary(
+        data=data,
+        extension="cubin" if nvidia else "hsaco",
+        function=metadata.name,
+        **block,
+        spill_bytes=usage.spill_bytes,
+        main_loop_spills=usage.main_loop_spills,
+        occupancy=resources.occupancy(job.arch, **block),
+        stack_bytes=usage.stack_bytes,
+        scalar_spills=usage.scalar_spills,
+        scratch_bytes=(getattr(metadata, "global_scratch_size", 0) or 0) + (metadata.profile_scratch_size or 0),
+        assembler=assembler(job.arch),
+    )
+
+
+def _load(job: CompileJob, folder: Path) -> ModuleType:
+    """The job's module, imported from a file: Triton reads the source of a function through `inspect`."""
+    modules = folder / "modules" / sha256(job.source.encode()).hexdigest()
+    modules.mkdir(parents=True, exist_ok=True)
+    path = modules / f"{job.symbol}.py"
+    path.write_text(job.source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(job.symbol, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise BuildError(f"line {error.lineno}: {error.msg}") from error
+    return module

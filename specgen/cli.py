@@ -1,0 +1,224 @@
+"""The command line: the only module that prints. Exit status 0: done; 1: an error in what the user gave; 2: wrong usage."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from specgen import __version__
+from specgen.errors import SpecgenError
+
+_out = Console(highlight=False, soft_wrap=True)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of `specgen`; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options) or 0
+    except SpecgenError as error:
+        _err.print(str(error), markup=False)
+        return 1
+    except OSError as error:
+        _err.print(f"{error.filename or 'specgen'}: {error.strerror or error}", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        _err.print("interrupted")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="specgen", description="Specialized attention kernels from a model's geometry.")
+    parser.add_argument("--version", action="version", version=f"specgen {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name, run, summary, *, spec=True, build_dir=False):
+        sub = commands.add_parser(name, help=summary, description=summary)
+        sub.set_defaults(run=run)
+        if spec:
+            sub.add_argument("spec", type=Path, help="the spec, a YAML file")
+        if build_dir:
+            sub.add_argument("--build-dir", type=Path, default=Path("build"), help="where packages are built (build)")
+        return sub
+
+    sub = command("init", _init, "write a spec from a model's published config.json", spec=False)
+    sub.add_argument("config", type=Path, help="config.json, or the model folder that holds it")
+    sub.add_argument("-o", "--output", type=Path, help="the spec to write (default: print it)")
+    sub.add_argument("--name", help="name of the spec (default: from the model)")
+    sub.add_argument("--force", action="store_true", help="overwrite an existing spec")
+
+    sub = command("build", _build, "generate, compile and pack a spec's kernel wheel", build_dir=True)
+    sub.add_argument("--jobs", type=_positive, help="compiler processes (default: the CPUs)")
+    sub.add_argument("--sources-only", action="store_true", help="write the package without binaries and wheel")
+    sub.add_argument("--pure", action="store_true", help="a py3-none-any wheel: no launch extension, any host, slower launches")
+
+    sub = command("list", _list, "the specializations of a spec, with the sizes of those that are built", build_dir=True)
+    sub.add_argument("--why-not", action="store_true", help="also the configurations that a target cannot hold, and why")
+    command("check", _check, "whether the generated tree is up to date with the spec", build_dir=True)
+    sub = command("explain", _explain, "where a specialization comes from and what uses it", spec=False)
+    sub.add_argument("symbol", help="a kernel's name, as `specgen list` prints it")
+    sub.add_argument("spec", type=Path, nargs="*", help="specs to look in (default: specs/*.yaml)")
+    sub = command("verify", _verify, "rebuild a wheel from its embedded spec and compare digests", spec=False)
+    sub.add_argument("wheel", type=Path, help="a wheel that `specgen build` made")
+    sub = command("schema", _schema, "the JSON Schema of specs", spec=False)
+    sub.add_argument("-o", "--output", type=Path, help="file to write (default: print it)")
+    command("targets", _targets, "the GPUs that a spec may name", spec=False)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"needs at least 1, got {text}")
+    return value
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        sys.stdout.write(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    _out.print(f"wrote {path}")
+
+
+def _init(options) -> None:
+    from specgen.hf import import_config
+
+    if options.output and options.output.exists() and not options.force:
+        raise SpecgenError(f"{options.output}: exists; pass --force to overwrite it")
+    name = options.name or (options.output.stem if options.output else None)
+    schema = "spec.schema.json" if options.output else None
+    text = import_config(options.config, name=name, schema=schema)
+    _write(options.output, text)
+    if options.output:
+        _write(options.output.with_name("spec.schema.json"), _schema_text())
+
+
+def _cache():
+    from specgen.cache import Cache
+
+    return Cache(warn=_warn)
+
+
+def _warn(message: str) -> None:
+    _err.print(f"warning: {message}", markup=False)
+
+
+def _progress():
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=_err, transient=True)
+
+
+def _build(options) -> None:
+    from specgen import pipeline
+
+    if options.sources_only:
+        _out.print(f"wrote {pipeline.build_sources(options.spec, options.build_dir, _cache())}")
+        return
+    with _progress() as bar:
+        task = bar.add_task("compiling", total=None)
+
+        def report(done: int, total: int, symbol: str, arch: str) -> None:
+            bar.update(task, completed=done, total=total)
+
+        wheel = pipeline.build(
+            options.spec,
+            options.build_dir,
+            cache=_cache(),
+            workers=options.jobs,
+            progress=report,
+            warn=_warn,
+            pure=options.pure,
+        )
+    _out.print(f"built {wheel} ({wheel.stat().st_size / 1e6:.2f} MB)")
+
+
+def _list(options) -> None:
+    from specgen import pipeline
+
+    generated = pipeline.generate(options.spec, _cache())
+    expansion = generated.expansion
+    built = _built_variants(options.build_dir / generated.loaded.spec.name / generated.package / "manifest.json")
+    rows = 0
+    for symbol in expansion.variants:
+        for arch in expansion.archs(symbol):
+            rows += 1
+            facts = built.get(symbol, {}).get("binaries", {}).get(arch)
+            sizes = "not built"
+            if facts:
+                sizes = f"{facts['registers']:4d} registers {facts['shared_bytes']:7d} B shared {facts['spill_bytes']:4d} B spilled"
+            _out.print(f"{symbol:72s} {arch:7s} {sizes}", markup=False)
+    _out.print(f"{len(expansion.variants)} specializations, {rows} binaries")
+    if options.why_not:
+        for rejection in expansion.rejections:
+            _out.print(f"not {rejection.symbol} for {rejection.target}: {rejection.reason}", markup=False)
+        if not expansion.rejections:
+            _out.print("every target holds the preferred configurations")
+
+
+def _built_variants(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["variants"]
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def _check(options) -> int:
+    from specgen import pipeline
+
+    differences = pipeline.check(options.spec, options.build_dir, _cache())
+    for line in differences:
+        _out.print(line, markup=False)
+    if not differences:
+        _out.print("up to date")
+    return 1 if differences else 0
+
+
+def _explain(options) -> None:
+    from specgen import explanation
+
+    _out.print(explanation.explain(options.symbol, options.spec or None, _cache()), markup=False)
+
+
+def _verify(options) -> int:
+    from specgen import pipeline
+
+    differences = pipeline.verify(options.wheel, cache=_cache())
+    for difference in differences:
+        _out.print(str(difference), markup=False)
+    if not differences:
+        _out.print(f"{options.wheel.name}: every file is what its spec builds")
+    return 1 if differences else 0
+
+
+def _schema_text() -> str:
+    from specgen.spec import json_schema
+
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def _schema(options) -> None:
+    _write(options.output, _schema_text())
+
+
+def _targets(options) -> None:
+    from specgen.target import load_targets
+
+    for target in load_targets().values():
+        _out.print(
+            f"{target.id:14s} {target.arch:7s} {target.multiprocessors:4d} multiprocessors "
+            f"{target.shared_memory_per_block:7d} B shared per block {target.memory_bandwidth:6.0f} GB/s  {target.name}",
+            markup=False,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What the package says of itself: manifest.json, as a dictionary of JSON values. Pure: reads nouns, touches nothing."""
+
+import json
+
+from specgen import __version__
+from specgen.binary import Binary
+from specgen.expand import Expansion
+from specgen.plan import package_name
+from specgen.spec import Spec
+from specgen.target import ARCHS, Target
+from specgen.variant import Variant
+
+FORMAT = 1
+
+
+def manifest(
+    spec: Spec,
+    expansion: Expansion,
+    targets: dict[str, Target],
+    binaries: dict[tuple[str, str], Binary],
+    *,
+    triton: str,
+    ptxas: str,
+    launcher_compiler: str | None,
+) -> dict:
+    """The manifest: versions, targets, limits, layers, and per variant what it is and what its binaries need.
+
+    `binaries` by (symbol, arch); empty for a package of sources alone. Sizes are in bytes, bandwidth in GB/s, rate in TFLOP/s.
+    """
+    archs = tuple(dict.fromkeys(targets[name].arch for name in spec.targets))
+    package = package_name(spec.name)
+    return {
+        "format": FORMAT,
+        "package": package,
+        "distribution": package.replace("_", "-"),
+        "version": __version__,
+        "specgen": __version__,
+        "triton": triton,
+        "ptxas": ptxas,
+        "launcher_compiler": launcher_compiler,
+        "spec": {"name": spec.name, "sha256": spec.digest, "file": "spec.yaml"},
+        "oldest_driver": {arch: ARCHS[arch].oldest_driver for arch in archs},
+        "targets": [_target(targets[name]) for name in spec.targets],
+        "limits": spec.limits.model_dump(),
+        "layers": [
+            {
+                "name": entry.name,
+                "layers": entry.layers if isinstance(entry.layers, str) else list(entry.layers),
+                "query_heads": entry.query_heads,
+                "kv_heads": entry.kv_heads,
+                "qk_dim": entry.head_dim.qk,
+                "v_dim": entry.head_dim.v,
+                "scale": entry.resolved_scale,
+                "mask": entry.mask,
+                "page_size": spec.kv_cache.page_size,
+                "dtype": spec.dtype,
+            }
+            for entry in spec.attention
+        ],
+        "variants": {symbol: _variant(variant, binaries) for symbol, variant in expansion.variants.items()},
+    }
+
+
+def _target(target: Target) -> dict:
+    return {
+        "id": target.id,
+        "arch": target.arch,
+        "multiprocessors": target.multiprocessors,
+        "shared_memory_per_block": target.shared_memory_per_block,
+        "memory_bandwidth_GBps": target.memory_bandwidth,
+        "matrix_rate_TFLOPs": target.matrix_rate,
+    }
+
+
+def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
+    g, c = variant.geometry, variant.config
+    return {
+        "family": variant.family,
+        "module": f"kernels/{variant.symbol}.py",
+        "query_heads": g.query_heads,
+        "kv_heads": g.kv_heads,
+        "qk_dim": g.qk_dim,
+        "v_dim": g.v_dim,
+        "page_size": g.page_size,
+        "dtype": g.dtype,
+        "mask": g.mask,
+        "scale": g.scale,
+        "max_query_len": variant.max_query_len,
+        "block_m": c.block_m,
+        "tile_n": c.tile_n,
+        "num_warps": c.num_warps,
+        "num_stages": c.num_stages,
+        "ctas_per_multiprocessor": c.ctas_per_multiprocessor,
+        "aligned": variant.aligned,
+        "alignment": g.alignment if variant.aligned else g.itemsize,
+        "tuning": c.origin,
+        "binaries": {
+            arch: {
+                "file": binary_path(variant.symbol, arch, binary),
+                "sha256": binary.sha256,
+                **{name: value for name, value in binary.facts().items() if name != "extension"},
+            }
+            for (symbol, arch), binary in binaries.items()
+            if symbol == variant.symbol
+        },
+    }
+
+
+def binary_path(symbol: str, arch: str, binary: Binary) -> str:
+    """Where a binary lies in the package."""
+    return f"binaries/{arch}/{symbol}.{binary.extension}"
+
+
+def to_json(content: dict) -> bytes:
+    """Reviewable JSON, the same bytes for the same content."""
+    return (json.dumps(content, indent=1, sort_keys=False) + "\n").encode()

@@ -1,0 +1,219 @@
+"""The one composition: load -> expand -> plan -> render -> format -> compile -> write -> wheel. Prints nothing."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specgen import __version__
+from specgen.aot import compile_all
+from specgen.artifact import Artifact
+from specgen.binary import Binary, CompileJob
+from specgen.cache import Cache, cache_key
+from specgen.data_files import LICENSE
+from specgen.errors import BuildError, Diagnostic, SpecError, SpecgenError
+from specgen.expand import Expansion, expand
+from specgen.format import FORMATTER, format_source
+from specgen.load import Loaded, load
+from specgen.manifest import binary_path, manifest, to_json
+from specgen.plan import RUNTIME, package_name, plan
+from specgen.render import render
+from specgen.rules import unimplemented
+from specgen.target import load_targets
+from specgen.toolchain import ptxas_versions, triton_version
+from specgen.verify import Difference, verify_wheel
+from specgen.wheel import LAUNCHER_FILE, Launcher, build_launcher, wheel_tag, write_wheel
+from specgen.write import diff_tree, write_tree
+
+# Oldest torch whose library, compile and export interfaces the runtime uses (specgen/runtime/operators.py).
+REQUIRES = ("torch>=2.6",)
+EXTRAS = {"jit": ("triton>=3.6",), "test": ("pytest>=7", "numpy")}
+# What building adds to the generated text: `check` reads it by the manifest's digests.
+_BUILT = ("binaries/", "manifest.json", f"runtime/{LAUNCHER_FILE}")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A spec and everything that it generates as text: files by path inside the package."""
+
+    loaded: Loaded
+    expansion: Expansion
+    artifacts: tuple[Artifact, ...]
+
+    @property
+    def package(self) -> str:
+        """Import name of the generated package."""
+        return package_name(self.loaded.spec.name)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """POSIX path inside the package -> content."""
+        return {artifact.path: artifact.content for artifact in self.artifacts}
+
+
+def generate(path: Path | str, cache: Cache | None = None) -> Generated:
+    """Load a spec and generate its sources. SpecError for mistakes and unimplemented fields, BuildError if nothing fits."""
+    loaded = load(path)
+    refuse_unimplemented(loaded)
+    expansion = expand(loaded.spec, load_targets())
+    artifacts = tuple(_formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
+    return Generated(loaded, expansion, artifacts)
+
+
+def refuse_unimplemented(loaded: Loaded) -> None:
+    """SpecError naming every field that no kernel template implements, each with its place."""
+    mistakes = [
+        Diagnostic(loaded.path, *loaded.positions.get(field, (None, None)), field, reason)
+        for field, reason in unimplemented(loaded.spec)
+    ]
+    if mistakes:
+        raise SpecError(mistakes)
+
+
+def _formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
+    if artifact.template is None:
+        return artifact
+    source = artifact.content.decode()
+    key = cache_key({"kind": "format", "formatter": FORMATTER, "path": artifact.path, "source": source})
+    if cache is not None and (entry := cache.get(key)):
+        return replace(artifact, content=entry[1])
+    content = format_source(artifact.path, source).encode()
+    if cache is not None:
+        cache.put(key, {}, content)
+    return replace(artifact, content=content)
+
+
+def jobs(generated: Generated) -> list[CompileJob]:
+    """Every (specialization, architecture) to compile. The banner is left out: it changes no code."""
+    targets = load_targets()
+    files = generated.files
+    found = []
+    for symbol, variant in generated.expansion.variants.items():
+        lines = files[f"kernels/{symbol}.py"].decode().splitlines(keepends=True)
+        source = "".join(lines[next(i for i, line in enumerate(lines) if not line.startswith("#")) :])
+        for arch in generated.expansion.archs(symbol):
+            of_arch = [targets[name] for name in generated.loaded.spec.targets if targets[name].arch == arch]
+            found.append(
+                CompileJob(
+                    symbol=symbol,
+                    arch=arch,
+                    source=source,
+                    signature=variant.signature,
+                    divisibility=variant.divisibility,
+                    num_warps=variant.config.num_warps,
+                    num_stages=variant.config.num_stages,
+                    options=variant.config.options,
+                    shared_limit=min(target.shared_memory_per_block for target in of_arch),
+                    targets=tuple(target.id for target in of_arch),
+                )
+            )
+    return found
+
+
+def build(
+    path: Path | str,
+    build_dir: Path,
+    *,
+    cache: Cache | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int, str, str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
+    pure: bool = False,
+) -> Path:
+    """Build a spec's package and wheel below `build_dir`/<name>; returns the wheel's path.
+
+    `pure` leaves the launch extension out: a py3-none-any wheel that launches through ctypes on any host.
+    """
+    generated = generate(path, cache)
+    binaries = compile_all(jobs(generated), workers=workers, progress=progress, cache=cache)
+    launcher = None if pure else build_launcher(RUNTIME, cache=cache, warn=warn)
+    files = package_files(generated, binaries, launcher)
+    home = build_dir / generated.loaded.spec.name
+    content = json.loads(files["manifest.json"])
+    write_tree(files, home / generated.package)
+    return write_wheel(
+        files,
+        distribution=content["distribution"],
+        version=content["version"],
+        package=generated.package,
+        summary=f"Paged attention kernels for {generated.loaded.spec.name}, generated by specgen",
+        generator=f"specgen {__version__}",
+        tag=wheel_tag(launcher),
+        dest=home / "dist",
+        requires=REQUIRES,
+        extras=EXTRAS,
+        license_files={"LICENSE": LICENSE.read_bytes()},
+    )
+
+
+def build_sources(path: Path | str, build_dir: Path, cache: Cache | None = None) -> Path:
+    """Write a package of sources alone (no binaries, no wheel): what the interpreter and the JIT run. Returns its folder."""
+    generated = generate(path, cache)
+    folder = build_dir / generated.loaded.spec.name / generated.package
+    write_tree(package_files(generated, {}, None), folder)
+    return folder
+
+
+def package_files(
+    generated: Generated, binaries: dict[tuple[str, str], Binary], launcher: Launcher | None
+) -> dict[str, bytes]:
+    """Everything in the package, by POSIX path, sorted."""
+    content = manifest(
+        generated.loaded.spec,
+        generated.expansion,
+        load_targets(),
+        binaries,
+        triton=triton_version(),
+        ptxas=ptxas_versions(arch for _, arch in binaries),
+        launcher_compiler=launcher.compiler if launcher else None,
+    )
+    files = dict(generated.files)
+    files |= {binary_path(symbol, arch, binary): binary.data for (symbol, arch), binary in binaries.items()}
+    if launcher:
+        files[f"runtime/{LAUNCHER_FILE}"] = launcher.data
+    files["LICENSE"] = LICENSE.read_bytes()
+    files["manifest.json"] = to_json(content)
+    return dict(sorted(files.items()))
+
+
+def check(path: Path | str, build_dir: Path, cache: Cache | None = None) -> list[str]:
+    """Differences between the built tree and what the spec generates now, both directions; empty if it is up to date."""
+    generated = generate(path, cache)
+    root = build_dir / generated.loaded.spec.name / generated.package
+    if not root.is_dir():
+        raise SpecgenError(f"{root}: no such folder; run `specgen build {path}` first")
+    files = generated.files | {"LICENSE": LICENSE.read_bytes()}
+    return diff_tree(files, root, ignored=_BUILT) + _binary_differences(generated, root)
+
+
+def _binary_differences(generated: Generated, root: Path) -> list[str]:
+    try:
+        content = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
+        known = {b["file"]: b["sha256"] for v in content["variants"].values() for b in v["binaries"].values()}
+        symbols = set(content["variants"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"manifest.json: missing or damaged ({type(error).__name__})"]
+    if symbols != set(generated.expansion.variants) or content["spec"]["sha256"] != generated.loaded.spec.digest:
+        return ["manifest.json: describes another state of the spec"]
+    lines = []
+    for file in sorted(known):
+        path = root / file
+        if not path.is_file():
+            lines.append(f"{file}: missing from the tree")
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != known[file]:
+            lines.append(f"{file}: differs from the manifest's digest")
+    stray = {p.relative_to(root).as_posix() for p in (root / "binaries").rglob("*") if p.is_file()} - known.keys()
+    return lines + [f"{file}: not in the manifest" for file in sorted(stray)]
+
+
+def verify(wheel: Path, *, cache: Cache | None = None, progress=None) -> list[Difference]:
+    """Rebuild a wheel from its embedded spec and compare every file. Its tag says whether it has a launch extension."""
+
+    def rebuild(spec: Path) -> Path:
+        pure = wheel.name.endswith("-none-any.whl")
+        return build(spec, spec.parent / "build", cache=cache, progress=progress, pure=pure)
+
+    if not wheel.is_file():
+        raise BuildError(f"{wheel}: no such file")
+    return verify_wheel(wheel, rebuild)

@@ -1,0 +1,300 @@
+"""Argument checks that read shapes, strides, dtypes, devices and host integers only: no synchronisation, no allocation.
+
+Each checker returns what a launch passes besides the tensors, so that nothing is read twice; `read_*` gives the same without
+a check (checks="none"). Every error names the argument, what came and what is needed, and is raised before anything is
+written. Kept straight-line: it is on the path of every call.
+"""
+
+from functools import reduce
+from operator import or_
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError, UnsupportedError
+from .geometry import Geometry, Limits
+
+CHECKS = ("shapes", "full", "none")
+_INT32 = torch.int32
+_FLOAT32 = torch.float32
+_grad_enabled = torch.is_grad_enabled
+
+_RANKS = {
+    "q": "[tokens, query_heads, qk_dim]",
+    "k": "[tokens, kv_heads, qk_dim]",
+    "v": "[tokens, kv_heads, v_dim]",
+    "k_cache": "[pages, page_size, kv_heads, qk_dim]",
+    "v_cache": "[pages, page_size, kv_heads, v_dim]",
+    "block_table": "[seqs, max_pages]",
+    "seq_lens": "[seqs]",
+    "cu_seqlens_q": "[seqs + 1]",
+    "slot_mapping": "[tokens]",
+    "out": "[tokens, query_heads, v_dim]",
+    "out_a": "[tokens, query_heads, v_dim]",
+    "out_b": "[tokens, query_heads, v_dim]",
+    "lse_a": "[tokens, query_heads]",
+    "lse_b": "[tokens, query_heads]",
+}
+
+
+def bad(function: str, argument: str, came: object, need: object) -> NoReturn:
+    """Raise the ArgumentError of one argument."""
+    raise ArgumentError(f"{function}: {argument} {came}; needed: {need}")
+
+
+def diagnose(function: str, tensors: dict[str, object]) -> None:
+    """Raise for the first argument that is no plain strided tensor of its rank; return if all are.
+
+    Called after reading an argument failed, so that the caller sees a name instead of an AttributeError.
+    """
+    for name, tensor in tensors.items():
+        shape = _RANKS[name]
+        if not isinstance(tensor, Tensor):
+            bad(function, name, f"is {type(tensor).__name__}", f"a torch.Tensor {shape}")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            came = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
+            bad(function, name, came, f"a dense strided tensor {shape}")
+        if tensor.is_meta:
+            bad(function, name, "is a meta tensor", "a tensor with storage (meta goes through torch.ops)")
+        if tensor.ndim != shape.count(",") + 1:
+            bad(function, name, f"has shape {list(tensor.shape)}", shape)
+
+
+def refuse_features(function: str, features: dict[str, object]) -> None:
+    """Raise for the first feature that is given: the package's spec has none of them."""
+    for name, value in features.items():
+        if value is not None:
+            raise UnsupportedError(f"{function}: {name} is given; needed: None, this package's spec has no such feature")
+
+
+def host_bound(name: str, value: object) -> None:
+    """Raise unless value is a host integer of at least 0."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        bad("attention", name, f"is {type(value).__name__}", "a host int (an upper bound) or None")
+    if value < 0:
+        bad("attention", name, f"is {value}", "at least 0")
+
+
+def check_attention(
+    geometry: Geometry,
+    limits: Limits,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    out: Tensor | None,
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """Check one attention call; return (num_seqs, max_pages, stride bits, strides).
+
+    Strides are in kernel order, those of a missing `out` contiguous; stride bits are the data strides or-ed together.
+    """
+    dtype = geometry.dtype
+    tokens, query_heads, qk_dim = q.shape
+    pages, page_size, kv_heads, k_dim = k_cache.shape
+    v_shape = v_cache.shape
+    seqs, max_pages = block_table.shape
+    (lens,) = seq_lens.shape
+    (cu_lens,) = cu_seqlens_q.shape
+    v_dim = geometry.v_dim
+    if q.dtype is not dtype:
+        bad("attention", "q", f"has dtype {q.dtype}", dtype)
+    if k_cache.dtype is not dtype:
+        bad("attention", "k_cache", f"has dtype {k_cache.dtype}", dtype)
+    if v_cache.dtype is not dtype:
+        bad("attention", "v_cache", f"has dtype {v_cache.dtype}", dtype)
+    if block_table.dtype is not _INT32:
+        bad("attention", "block_table", f"has dtype {block_table.dtype}", _INT32)
+    if seq_lens.dtype is not _INT32:
+        bad("attention", "seq_lens", f"has dtype {seq_lens.dtype}", _INT32)
+    if cu_seqlens_q.dtype is not _INT32:
+        bad("attention", "cu_seqlens_q", f"has dtype {cu_seqlens_q.dtype}", _INT32)
+    if qk_dim != geometry.qk_dim:
+        bad("attention", "q", f"has head dim {qk_dim} in {list(q.shape)}", f"head dim {geometry.qk_dim}")
+    if k_dim != geometry.qk_dim:
+        bad("attention", "k_cache", f"has head dim {k_dim} in {list(k_cache.shape)}", f"head dim {geometry.qk_dim}")
+    if page_size != geometry.page_size:
+        bad("attention", "k_cache", f"has page size {page_size} in {list(k_cache.shape)}", f"page size {geometry.page_size}")
+    if v_shape != (pages, page_size, kv_heads, v_dim):
+        need = [pages, page_size, kv_heads, v_dim]
+        bad("attention", "v_cache", f"has shape {list(v_shape)}", f"{need}: k_cache's pages and kv heads, head dim {v_dim}")
+    if lens != seqs:
+        bad("attention", "seq_lens", f"has {lens} entries", f"{seqs}, one per row of block_table {[seqs, max_pages]}")
+    if cu_lens != seqs + 1:
+        bad("attention", "cu_seqlens_q", f"has {cu_lens} entries", f"{seqs + 1}, one more than sequences")
+    if tokens > limits.max_tokens:
+        bad("attention", "q", f"has {tokens} tokens", f"at most {limits.max_tokens}, the spec's limits.max_tokens")
+    if seqs > limits.max_seqs:
+        bad("attention", "block_table", f"has {seqs} sequences", f"at most {limits.max_seqs}, the spec's limits.max_seqs")
+    q_token, q_head, q_last = q.stride()
+    k_page, k_slot, k_head, k_last = k_cache.stride()
+    v_page, v_slot, v_head, v_last = v_cache.stride()
+    table_row, table_last = block_table.stride()
+    (lens_last,) = seq_lens.stride()
+    (cu_last,) = cu_seqlens_q.stride()
+    if q_last != 1:
+        _bad_strides("attention", "q", q)
+    if k_last != 1:
+        _bad_strides("attention", "k_cache", k_cache)
+    if v_last != 1:
+        _bad_strides("attention", "v_cache", v_cache)
+    if table_last != 1:
+        _bad_strides("attention", "block_table", block_table)
+    if lens_last != 1:
+        _bad_strides("attention", "seq_lens", seq_lens)
+    if cu_last != 1:
+        _bad_strides("attention", "cu_seqlens_q", cu_seqlens_q)
+    index = q.get_device()
+    if not (
+        k_cache.get_device() == index == v_cache.get_device()
+        and block_table.get_device() == index == seq_lens.get_device()
+        and cu_seqlens_q.get_device() == index
+        and index >= 0
+    ):
+        _same_device(
+            "attention",
+            {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "seq_lens": seq_lens}
+            | {"cu_seqlens_q": cu_seqlens_q},
+        )
+    if _grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        _refuse_grad("attention", {"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    if out is None:
+        out_token, out_head = query_heads * v_dim, v_dim
+    else:
+        if out.shape != (tokens, query_heads, v_dim):
+            bad("attention", "out", f"has shape {list(out.shape)}", [tokens, query_heads, v_dim])
+        if out.dtype is not dtype:
+            bad("attention", "out", f"has dtype {out.dtype}", dtype)
+        out_token, out_head, out_last = out.stride()
+        if out_last != 1:
+            _bad_strides("attention", "out", out)
+        if (out_head < v_dim or out_token < query_heads * out_head) and _overlaps(
+            (tokens, out_token), (query_heads, out_head), (v_dim, 1)
+        ):
+            bad("attention", "out", f"has strides {out.stride()} that overlap", "every element at its own address")
+        if out.get_device() != index or index < 0:
+            _same_device("attention", {"q": q, "out": out})
+        if _grad_enabled() and out.requires_grad:
+            _refuse_grad("attention", {"out": out})
+    bits = q_token | q_head | k_page | k_slot | k_head | v_page | v_slot | v_head | out_token | out_head
+    strides = (table_row, q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_token, out_head)
+    return seqs, max_pages, bits, strides
+
+
+def read_attention(
+    geometry: Geometry, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, out: Tensor | None
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """What `check_attention` returns, unchecked."""
+    seqs, max_pages = block_table.shape
+    out_strides = (geometry.query_heads * geometry.v_dim, geometry.v_dim) if out is None else out.stride()[:2]
+    data = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out_strides)
+    return seqs, max_pages, reduce(or_, data), (block_table.stride()[0], *data)
+
+
+def check_append(
+    geometry: Geometry, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> tuple[int, int, int, tuple[int, ...]]:
+    """Check one append_kv call; return (num_tokens, num_slots, stride bits, strides), strides in kernel order."""
+    dtype = geometry.dtype
+    pages, page_size, kv_heads, k_dim = k_cache.shape
+    tokens, _, _ = k.shape
+    (slots,) = slot_mapping.shape
+    for name, tensor in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.dtype is not dtype:
+            bad("append_kv", name, f"has dtype {tensor.dtype}", dtype)
+    if slot_mapping.dtype is not torch.int64:
+        bad("append_kv", "slot_mapping", f"has dtype {slot_mapping.dtype}", torch.int64)
+    if k_dim != geometry.qk_dim:
+        bad("append_kv", "k_cache", f"has head dim {k_dim} in {list(k_cache.shape)}", f"head dim {geometry.qk_dim}")
+    if page_size != geometry.page_size:
+        bad("append_kv", "k_cache", f"has page size {page_size} in {list(k_cache.shape)}", f"page size {geometry.page_size}")
+    for name, tensor, need in (
+        ("v_cache", v_cache, (pages, page_size, kv_heads, geometry.v_dim)),
+        ("k", k, (tokens, kv_heads, k_dim)),
+        ("v", v, (tokens, kv_heads, geometry.v_dim)),
+    ):
+        if tensor.shape != need:
+            bad("append_kv", name, f"has shape {list(tensor.shape)}", list(need))
+    if slots != tokens:
+        bad("append_kv", "slot_mapping", f"has {slots} entries", f"{tokens}, one per token of k")
+    k_token, k_head, k_last = k.stride()
+    v_token, v_head, v_last = v.stride()
+    kc_page, kc_slot, kc_head, kc_last = k_cache.stride()
+    vc_page, vc_slot, vc_head, vc_last = v_cache.stride()
+    (slot_last,) = slot_mapping.stride()
+    if not k_last == v_last == kc_last == vc_last == 1:
+        for name, tensor in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
+            if tensor.stride()[-1] != 1:
+                _bad_strides("append_kv", name, tensor)
+    if slot_last != 1:
+        _bad_strides("append_kv", "slot_mapping", slot_mapping)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if _overlaps(*zip(tensor.shape, tensor.stride())):
+            bad("append_kv", name, f"has strides {tensor.stride()} that overlap", "every element at its own address")
+    index = k_cache.get_device()
+    if not (
+        v_cache.get_device() == index == k.get_device() and v.get_device() == index == slot_mapping.get_device() and index >= 0
+    ):
+        _same_device("append_kv", {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slot_mapping})
+    if _grad_enabled() and (k.requires_grad or v.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        _refuse_grad("append_kv", {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache})
+    strides = (k_token, k_head, v_token, v_head, kc_page, kc_slot, kc_head, vc_page, vc_slot, vc_head)
+    return tokens, pages * page_size, reduce(or_, strides), strides
+
+
+def check_merge(geometry: Geometry, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Check one merge_states call."""
+    shape = out_a.shape
+    for name, tensor, need, dtype in (
+        ("out_a", out_a, shape, geometry.dtype),
+        ("lse_a", lse_a, shape[:2], _FLOAT32),
+        ("out_b", out_b, shape, geometry.dtype),
+        ("lse_b", lse_b, shape[:2], _FLOAT32),
+    ):
+        diagnose("merge_states", {name: tensor})
+        if tensor.dtype is not dtype:
+            bad("merge_states", name, f"has dtype {tensor.dtype}", dtype)
+        if tensor.shape != need:
+            bad("merge_states", name, f"has shape {list(tensor.shape)}", list(need))
+        if not tensor.is_contiguous():
+            bad("merge_states", name, f"has strides {tensor.stride()}", "a contiguous tensor; call .contiguous()")
+        if tensor.device != out_a.device:
+            _same_device("merge_states", {"out_a": out_a, name: tensor})
+        if tensor.requires_grad and _grad_enabled():
+            _refuse_grad("merge_states", {name: tensor})
+
+
+def _bad_strides(function: str, name: str, tensor: Tensor) -> None:
+    """Raise for a last stride other than 1; one element or none has no stride to speak of."""
+    diagnose(function, {name: tensor})
+    if tensor.shape[-1] > 1:
+        bad(function, name, f"has strides {tensor.stride()}", "a last stride of 1")
+
+
+def _same_device(function: str, tensors: dict[str, Tensor]) -> None:
+    first, anchor = next(iter(tensors.items()))
+    diagnose(function, {first: anchor})
+    for name, tensor in tensors.items():
+        if tensor.device != anchor.device:
+            bad(function, name, f"is on {tensor.device}", f"{first}'s device {anchor.device}")
+
+
+def _refuse_grad(function: str, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            bad(function, name, "requires grad", "inference: torch.no_grad(), inference_mode() or .detach(), no backward exists")
+
+
+def _overlaps(*dims: tuple[int, int]) -> bool:
+    """Whether two indices of (size, stride) dims may share an address; dims that nest, in any order, do not."""
+    reach = 0
+    for size, stride in sorted(dims, key=lambda dim: dim[1]):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False

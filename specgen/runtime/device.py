@@ -1,0 +1,321 @@
+"""One torch device as the package sees it: which architecture's dispatch rows serve it, and its kernels,
+loaded when first used.
+
+Three modes. "binary": the wheel's own binaries, checked against the manifest; Triton is never imported.
+"jit": no binary fits, the shipped Triton source is compiled, with one warning. "interpret": CPU tensors under
+TRITON_INTERPRET=1, for tests.
+
+A Device may be used by any thread. It does not survive a fork, as no CUDA or HIP handle does: use the spawn
+start method.
+"""
+
+import hashlib
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from . import choice, jit, launcher
+from .arguments import ARGUMENTS
+from .driver import CudaDriver, DeviceProperties, HipDriver, open_driver
+from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError
+
+Kernel = Callable[..., None]
+
+_INTERPRETER_MULTIPROCESSORS = 3
+# The interpreter patches triton.language for the time of a call: one call at a time in the process.
+_interpreter_lock = threading.Lock()
+
+
+class Device:
+    """A device and its kernels. `Device.open` chooses the subclass; the caller keeps one object per torch
+    device.
+
+    arch: the architecture whose dispatch rows are used, such as "sm_90". mode: "binary", "jit" or
+    "interpret". multiprocessors: of this device, an int; the grid derives from it. index: torch's device
+    index, 0 for the CPU. name: of the GPU, for messages. note: why this architecture.
+    """
+
+    mode: str
+
+    def __init__(
+        self,
+        package_dir: Path,
+        manifest: dict,
+        index: int,
+        name: str,
+        arch: str,
+        multiprocessors: int,
+        note: str,
+    ):
+        self.package_dir = package_dir
+        self.manifest = manifest
+        self.index = index
+        self.name = name
+        self.arch = arch
+        self.multiprocessors = multiprocessors
+        self.note = note
+        self._kernels: dict[str, Kernel] = {}
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    @staticmethod
+    def open(package_dir: str | os.PathLike, manifest: dict, torch_device: torch.device) -> "Device":
+        """The Device for `torch_device` ("cuda" without an index: the current one).
+
+        Raises NoBinaryError if it can run nothing of the wheel, DriverError if the GPU's driver cannot be
+        used.
+        """
+        torch_device = torch.device(torch_device)
+        if torch_device.type == "cpu":
+            return InterpretDevice(Path(package_dir), manifest)
+        if torch_device.type != "cuda":
+            raise NoBinaryError(
+                f"{manifest['package']} runs on CUDA and HIP devices ({', '.join(choice.archs(manifest))}); "
+                f"came {torch_device}"
+            )
+        index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
+        driver = open_driver("amd" if torch.version.hip else "nvidia")
+        properties = driver.properties(index)
+        chosen = choice.choose(manifest, properties)
+        kind = BinaryDevice if chosen.binary else JitDevice
+        return kind(Path(package_dir), manifest, index, driver, properties, chosen)
+
+    def kernel(self, symbol: str) -> Kernel:
+        """The kernel `symbol` as kernel(grid, stream, *args): see launcher.bind; under "interpret", tensors
+        only.
+
+        Loads it if this is the first use. Raises CaptureError if that first use is inside a graph capture,
+        DamagedBinaryError, NoBinaryError or DriverError.
+        """
+        kernel = self._kernels.get(symbol)
+        if kernel is None:
+            with self._lock:
+                kernel = self._kernels.get(symbol)
+                if kernel is None:
+                    if symbol not in self.manifest["variants"]:
+                        raise NoBinaryError(f"{self.manifest['package']} has no kernel {symbol}")
+                    self._refuse_fork(symbol)
+                    self._refuse_capture(symbol)
+                    kernel = self._kernels[symbol] = self._load(symbol, self.manifest["variants"][symbol])
+        return kernel
+
+    def load_all(self) -> None:
+        """Load every kernel of `arch`, so that no later call loads one. Raises what `kernel` raises."""
+        for symbol in choice.symbols(self.manifest, self.arch):
+            self.kernel(symbol)
+
+    def _load(self, symbol: str, variant: dict) -> Kernel:
+        raise NotImplementedError
+
+    def _refuse_capture(self, symbol: str) -> None:
+        """Raise CaptureError if the current stream is being captured."""
+
+    def _refuse_fork(self, symbol: str) -> None:
+        if os.getpid() != self._process:
+            raise DriverError(
+                f"{symbol} cannot be loaded on {self.name}: the process was forked after the device "
+                "was opened; use the spawn start method"
+            )
+
+    def _import(self, symbol: str, variant: dict) -> ModuleType:
+        """The shipped module of `symbol`."""
+        path = self.package_dir / variant["module"]
+        if not path.is_file():
+            raise DamagedBinaryError(f"{path} is missing; reinstall {self.manifest['distribution']}")
+        return importlib.import_module(f"..kernels.{symbol}", __package__)
+
+
+class _Gpu(Device):
+    """What both GPU modes share: a driver, the device's properties, and binding a loaded binary."""
+
+    def __init__(
+        self,
+        package_dir: Path,
+        manifest: dict,
+        index: int,
+        driver: CudaDriver | HipDriver,
+        properties: DeviceProperties,
+        chosen: choice.Choice,
+    ):
+        super().__init__(
+            package_dir,
+            manifest,
+            index,
+            properties.name,
+            chosen.arch,
+            properties.multiprocessors,
+            chosen.note,
+        )
+        self.driver = driver
+        self.properties = properties
+
+    @property
+    def where(self) -> str:
+        """The GPU for messages: "NVIDIA H200 (device 0, sm_90)"."""
+        return f"{self.name} (device {self.index}, {self.properties.arch})"
+
+    def _refuse_capture(self, symbol: str) -> None:
+        stream = torch.cuda.current_stream(self.index).cuda_stream
+        if self.driver.is_capturing(self.index, stream):
+            raise CaptureError(
+                f"{symbol} is not loaded on {self.where}, and the current stream is being captured into a "
+                f"graph: call {self.manifest['package']}.warmup() before the capture. "
+                "Nothing was captured by this call."
+            )
+
+    def _refuse_shared(self, symbol: str, needed: int) -> None:
+        available = self.properties.shared_memory_per_block
+        if needed > available:
+            raise NoBinaryError(
+                f"{symbol} for {self.arch} needs {needed} bytes of shared memory per block; "
+                f"{self.where} has {available}"
+            )
+
+    def _bind(
+        self, symbol: str, variant: dict, image: bytes, function: str, shared_bytes: int, threads: int
+    ) -> Kernel:
+        handle = self.driver.load(self.index, image, function, shared_bytes, threads)
+        arguments = ARGUMENTS[variant["family"]]
+        launch = launcher.Launch(symbol, handle, threads, shared_bytes, arguments, self.where)
+        return launcher.bind(self.driver, self.index, launch)
+
+
+class BinaryDevice(_Gpu):
+    """A GPU that runs the wheel's binaries. Imports no Triton."""
+
+    mode = "binary"
+
+    def _load(self, symbol: str, variant: dict) -> Kernel:
+        binary = variant["binaries"].get(self.arch)
+        if binary is None:
+            held = ", ".join(variant["binaries"]) or "nothing"
+            raise NoBinaryError(
+                f"{symbol}: the wheel has binaries for {held}; {self.where} needs {self.arch}"
+            )
+        self._refuse_shared(symbol, binary["shared_bytes"])
+        image = self._read(binary)
+        facts = binary["function"], binary["shared_bytes"], binary["num_threads"]
+        try:
+            return self._bind(symbol, variant, image, *facts)
+        except DriverError as error:
+            oldest = self.manifest["oldest_driver"].get(self.arch)
+            hint = f" (binaries for {self.arch} need driver {oldest} or later)" if oldest else ""
+            message = f"{symbol}: {binary['file']} does not load on {self.where}: {error}{hint}"
+            raise DriverError(message, error.code, error.name) from error
+
+    def _read(self, binary: dict) -> bytes:
+        """The bytes of a binary, if they are those that the manifest names."""
+        path = self.package_dir / binary["file"]
+        advice = f"reinstall {self.manifest['distribution']}"
+        try:
+            image = path.read_bytes()
+        except OSError as error:
+            reason = (
+                "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+            )
+            raise DamagedBinaryError(
+                f"{path} {reason}; its sha256 should be {binary['sha256']}; {advice}"
+            ) from error
+        digest = hashlib.sha256(image).hexdigest()
+        if digest != binary["sha256"]:
+            raise DamagedBinaryError(
+                f"{path} is damaged: its {len(image)} bytes have sha256 {digest}, the manifest says "
+                f"{binary['sha256']}; {advice}"
+            )
+        return image
+
+
+class JitDevice(_Gpu):
+    """A GPU that no binary of the wheel fits: kernels are compiled from the shipped source, or refused by
+    name.
+    """
+
+    mode = "jit"
+
+    def __init__(
+        self,
+        package_dir: Path,
+        manifest: dict,
+        index: int,
+        driver,
+        properties: DeviceProperties,
+        chosen: choice.Choice,
+    ):
+        super().__init__(package_dir, manifest, index, driver, properties, chosen)
+        held = ", ".join(choice.archs(manifest))
+        self._lacks = (
+            f"{manifest['package']} has no binary for {self.name} ({properties.arch}, "
+            f"{properties.shared_memory_per_block} bytes of shared memory per block): the wheel holds {held}"
+            + (f" ({chosen.note})" if chosen.note else "")
+        )
+        self._warned = False
+        refusal = jit.refusal()
+        if refusal is not None:
+            raise NoBinaryError(
+                f"{self._lacks}; {refusal}. Needed: a wheel built with a target of {properties.arch}, "
+                f"or Triton >= {'.'.join(map(str, jit.OLDEST_TRITON))} with SPECGEN_NO_JIT unset"
+            )
+
+    def _load(self, symbol: str, variant: dict) -> Kernel:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._lacks}; its kernels are compiled just in time from the shipped Triton source, "
+                f"with the launch facts of {self.arch}. SPECGEN_NO_JIT=1 makes this an error.",
+                LaunchPathWarning,
+                stacklevel=2,
+            )
+        recorded = variant["binaries"].get(self.arch)
+        if recorded and choice.vendor_of(self.arch) == choice.vendor_of(self.properties.arch):
+            self._refuse_shared(symbol, recorded["shared_bytes"])
+        compiled = jit.compile_kernel(
+            self._import(symbol, variant), symbol, variant, self.arch, self.properties
+        )
+        return self._bind(symbol, variant, *compiled)
+
+
+class InterpretDevice(Device):
+    """The CPU: kernels run in Triton's interpreter, one program after the other. For tests; right for fp16
+    and fp32 only.
+    """
+
+    mode = "interpret"
+
+    def __init__(self, package_dir: Path, manifest: dict):
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            held = ", ".join(choice.archs(manifest))
+            raise NoBinaryError(
+                "CPU tensors need TRITON_INTERPRET=1, set before the first import of a kernel; "
+                f"{manifest['package']} has binaries for {held}"
+            )
+        multiprocessors = _interpreter_multiprocessors()
+        super().__init__(
+            package_dir, manifest, 0, "CPU", choice.archs(manifest)[0], multiprocessors, "interpreter"
+        )
+
+    def _load(self, symbol: str, variant: dict) -> Kernel:
+        function = getattr(self._import(symbol, variant), symbol)
+        if type(function).__name__ != "InterpretedFunction":
+            raise NoBinaryError(
+                f"{symbol} was imported before TRITON_INTERPRET=1 was set; set it before the process starts"
+            )
+
+        def kernel(grid: int, stream: int, *args) -> None:
+            with _interpreter_lock:
+                function[(grid,)](*args)
+
+        return kernel
+
+
+def _interpreter_multiprocessors() -> int:
+    """SPECGEN_INTERPRET_MULTIPROCESSORS, or 3: few, so that programs take several items each."""
+    text = os.environ.get("SPECGEN_INTERPRET_MULTIPROCESSORS", str(_INTERPRETER_MULTIPROCESSORS))
+    if not text.isdecimal() or int(text) < 1:
+        raise NoBinaryError(f"SPECGEN_INTERPRET_MULTIPROCESSORS: {text!r} came, a positive integer needed")
+    return int(text)

@@ -1,0 +1,197 @@
+"""What one attention call would do, and the least time the hardware could need for it. Launches nothing, loads nothing.
+
+Only `read_lengths`, for checks="full", reads device values. The floor is the larger of bytes / bandwidth and operations /
+matrix rate, for each of the package's targets of the row's arch whose manifest entry holds `memory_bandwidth_GBps` and
+`matrix_rate_TFLOPs`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import sizes
+from .geometry import Geometry
+from .table import AttentionRow
+
+Lengths = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: `grid` programs of `symbol`, and in `split` how the work is shared among them."""
+
+    family: str
+    symbol: str
+    grid: int
+    split: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one call would do; `str()` is the report.
+
+    `row` is the table row, None if there is nothing to launch. `bytes` and `operations` are exact if `exact`, else upper
+    bounds at the bounds of shapes and host integers; `floor_us` gives microseconds by target id.
+    """
+
+    row: AttentionRow | None
+    why: tuple[str, ...]
+    device: str
+    mode: str
+    launches: tuple[Launch, ...]
+    workspace_bytes: int
+    bytes: int
+    operations: int
+    exact: bool
+    floor_us: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"device      {self.device}, {self.mode}"]
+        if self.row is None:
+            lines += ["row         none: nothing to launch"]
+        else:
+            row = self.row
+            lines += [f"row         attention[{row.index}]: {row.reason}"]
+        lines += [f"why         {reason}" for reason in self.why]
+        for launch in self.launches:
+            lines += [f"{launch.family:<12}{launch.symbol}", f"            grid {launch.grid}: {launch.split}"]
+        most = "" if self.exact else "at most "
+        lines += [f"workspace   {self.workspace_bytes} bytes"]
+        lines += [f"work        {most}{self.bytes} bytes, {most}{self.operations} operations"]
+        lines += [f"floor       {most}{time:.1f} us on {target}" for target, time in self.floor_us.items()]
+        lines += [f"note        {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def read_lengths(cu_seqlens_q: Tensor, seq_lens: Tensor) -> Lengths:
+    """(query rows, keys) of each sequence; synchronises."""
+    return list(zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist()))
+
+
+def explain(package, plans, problem, bound, data, return_lse, max_seqlen_k, lengths) -> Explanation:
+    """The explanation of one checked call.
+
+    `plans` is the device's DevicePlans, or None with `problem` saying why no device could be opened; `bound` is what
+    `Package._bound_attention` returns, `data` the data tensors by name, `lengths` the real lengths or None.
+    """
+    geometry, tokens, rows_bound, seqs, max_pages, *_ = bound
+    manifest, table = package.manifest, package.table
+    arch, multiprocessors, device, mode = _device(manifest, table, plans, problem)
+    keys = min(package.limits.max_seq_len, max_pages * geometry.page_size)
+    if max_seqlen_k is not None:
+        keys = min(keys, max_seqlen_k)
+    used, operations = _work(geometry, tokens, seqs, keys, lengths, return_lse)
+    row, why, launches = None, [], []
+    if rows_bound and seqs:
+        broken = _broken_promises(geometry, data)
+        row = table.attention(
+            arch, geometry.layer, geometry.query_heads, geometry.kv_heads, not broken, min(rows_bound, package.limits.max_tokens)
+        )
+        why = _why(geometry, row, rows_bound, tokens, broken)
+        for symbol in row.symbols:
+            variant = manifest["variants"][symbol]
+            grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
+            launches.append(Launch(variant["family"], symbol, grid, _split(geometry, variant, grid, tokens, seqs, keys)))
+    symbols = {symbol for row in table.attention_rows if row.arch == arch for symbol in row.symbols}
+    size = sizes.workspace_size(multiprocessors, [manifest["variants"][symbol] for symbol in symbols])
+    return Explanation(
+        row=row,
+        why=tuple(why),
+        device=device,
+        mode=mode,
+        launches=tuple(launches),
+        workspace_bytes=size.nbytes,
+        bytes=used,
+        operations=operations,
+        exact=lengths is not None,
+        floor_us=_floors(geometry, manifest, arch, used, operations),
+        notes=(problem,) if problem else (),
+    )
+
+
+def _device(manifest, table, plans, problem) -> tuple[str, int, str, str]:
+    if plans is not None:
+        device = plans.device
+        text = f"{plans.torch_device} ({device.multiprocessors} multiprocessors, rows of {device.arch})"
+        return device.arch, device.multiprocessors, text, f"mode {device.mode}"
+    target = manifest["targets"][0]
+    text = f"none here; shown for {target['id']} ({target['multiprocessors']} multiprocessors, {target['arch']})"
+    return target["arch"], target["multiprocessors"], text, "cannot run"
+
+
+def _why(geometry: Geometry, row: AttentionRow, bound: int, tokens: int, broken: list[str]) -> list[str]:
+    degree = f"tensor_parallel {geometry.degree}"
+    why = [
+        f"layer {row.layer!r}, {row.query_heads}/{row.kv_heads} heads ({degree})",
+        f"at most {bound} query rows per sequence (tokens {tokens}): row takes {row.min_query_len}..{row.max_query_len}",
+    ]
+    stride = (geometry.stride_mask + 1) * geometry.dtype.itemsize
+    if broken:
+        why.append("unaligned: " + "; ".join(broken))
+    else:
+        why.append(f"aligned: pointers are multiples of {sizes.POINTER_ALIGNMENT} bytes, strides of {stride} bytes")
+    return why
+
+
+def _broken_promises(geometry: Geometry, data: dict[str, Tensor]) -> list[str]:
+    broken = []
+    for name, tensor in data.items():
+        if tensor.data_ptr() % sizes.POINTER_ALIGNMENT:
+            broken.append(f"{name} starts at an address that is no multiple of {sizes.POINTER_ALIGNMENT} bytes")
+        if any(stride & geometry.stride_mask for stride in tensor.stride()[:-1]):
+            step = geometry.stride_mask + 1
+            broken.append(f"{name} has strides {tuple(tensor.stride())}, not multiples of {step} elements")
+    return broken
+
+
+def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int, keys: int) -> str:
+    per_block = variant.get("block_m") or 0
+    tile = variant.get("tile_n") or 0
+    if variant["family"] == "decode" and tile:
+        items = seqs * geometry.kv_heads * -(-keys // tile)
+        return (
+            f"programs share at most {items} key tiles ({seqs} sequences x {geometry.kv_heads} kv heads x {-(-keys // tile)} "
+            f"tiles of {tile} keys), about {-(-items // grid)} each; parts of one sequence and head are merged by the last"
+        )
+    if variant["family"] == "prefill" and per_block:
+        group = geometry.query_heads // geometry.kv_heads
+        blocks = geometry.kv_heads * (-(-tokens * group // per_block) + seqs)
+        return f"programs share at most {blocks} blocks of {per_block} rows (a kv head's {group} query heads packed)"
+    return "programs share the rows"
+
+
+def _work(geometry: Geometry, tokens, seqs, keys, lengths: Lengths | None, return_lse: bool) -> tuple[int, int]:
+    """(bytes, operations): the real ones for given lengths, else with `keys` visible to each row."""
+    if lengths is None:
+        rows, read, pairs = tokens, seqs * keys, tokens * keys
+        pages = seqs * -(-keys // geometry.page_size)
+    else:
+        rows = sum(m for m, _ in lengths)
+        read = sum(n for m, n in lengths if m)
+        pages = sum(-(-n // geometry.page_size) for m, n in lengths if m)
+        pairs = sum(_visible(geometry.mask, m, n) for m, n in lengths)
+    dims = geometry.qk_dim + geometry.v_dim
+    moved = (rows * geometry.query_heads + read * geometry.kv_heads) * dims * geometry.dtype.itemsize
+    moved += 4 * (2 * seqs + 1 + pages)
+    if return_lse:
+        moved += 4 * rows * geometry.query_heads
+    return moved, 2 * pairs * geometry.query_heads * dims
+
+
+def _visible(mask: str, rows: int, keys: int) -> int:
+    if mask != "causal":
+        return rows * keys
+    seeing = min(rows, keys)
+    return seeing * keys - seeing * (seeing - 1) // 2
+
+
+def _floors(geometry: Geometry, manifest: dict, arch: str, moved: int, operations: int) -> dict[str, float]:
+    floors = {}
+    for target in manifest["targets"]:
+        bandwidth, rate = target.get("memory_bandwidth_GBps"), target.get("matrix_rate_TFLOPs")
+        if target["arch"] == arch and bandwidth and rate:
+            by_rate = 0.0 if geometry.dtype is torch.float32 else operations / (rate * 1e6)
+            floors[target["id"]] = max(moved / (bandwidth * 1e3), by_rate)
+    return floors

@@ -1,0 +1,117 @@
+"""What a package serves, read from its manifest and table: layer classes, head counts per rank, limits.
+
+Nouns of the runtime: imports torch for its dtypes only, touches no tensor and no device.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import sizes
+from .errors import ArgumentError, UnsupportedError
+from .table import Table
+
+
+class Limits(NamedTuple):
+    """The spec's limits: what one call may hold at most."""
+
+    max_seqs: int
+    max_seq_len: int
+    max_tokens: int
+    max_spec_tokens: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Geometry:
+    """One layer class at one tensor-parallel degree; `query_heads` and `kv_heads` are per rank.
+
+    `stride_mask` has the low bits that every stride, in elements, leaves zero where the aligned variant may run.
+    """
+
+    layer: str
+    query_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    scale: float
+    mask: str
+    page_size: int
+    dtype: torch.dtype
+    degree: int
+    stride_mask: int
+
+
+class Geometries:
+    """Every geometry of a package, found by layer and head counts."""
+
+    def __init__(self, manifest: dict, table: Table):
+        self.layers = tuple(layer["name"] for layer in manifest["layers"])
+        self.all = tuple(
+            _geometry(layer, query_heads, kv_heads)
+            for layer in manifest["layers"]
+            for query_heads, kv_heads in table.heads(layer["name"])
+        )
+        self.by_heads: dict[tuple, Geometry] = {}
+        self.by_kv_heads: dict[tuple, Geometry] = {}
+        self.by_out: dict[tuple, Geometry] = {}
+        for geometry in self.all:
+            names = (geometry.layer, None) if len(self.layers) == 1 else (geometry.layer,)
+            for name in names:
+                self.by_heads[name, geometry.query_heads, geometry.kv_heads] = geometry
+                self.by_kv_heads.setdefault((name, geometry.kv_heads), geometry)
+            self.by_out.setdefault((geometry.query_heads, geometry.v_dim), geometry)
+
+    def no_heads(self, layer: object, query_heads: int, kv_heads: int) -> ArgumentError:
+        """Why `attention` has no geometry for these: the layer, or the head counts."""
+        wrong = self._no_layer("attention", layer)
+        if wrong:
+            return wrong
+        have = [g for g in self.all if layer in (g.layer, None)]
+        legal = ", ".join(f"{g.query_heads}/{g.kv_heads} (tensor_parallel {g.degree})" for g in have)
+        return UnsupportedError(
+            f"attention: q has {query_heads} heads and k_cache {kv_heads} kv heads; needed for layer {have[0].layer!r}: "
+            f"one of query/kv heads {legal}"
+        )
+
+    def no_kv_heads(self, layer: object, kv_heads: int) -> ArgumentError:
+        """Why `append_kv` has no geometry for these."""
+        wrong = self._no_layer("append_kv", layer)
+        if wrong:
+            return wrong
+        have = [g for g in self.all if layer in (g.layer, None)]
+        legal = ", ".join(dict.fromkeys(str(g.kv_heads) for g in have))
+        return UnsupportedError(
+            f"append_kv: k_cache has {kv_heads} kv heads; needed for layer {have[0].layer!r}: one of {legal}"
+        )
+
+    def no_out(self, query_heads: int, v_dim: int) -> ArgumentError:
+        """Why `merge_states` has no geometry for these."""
+        legal = ", ".join(f"[tokens, {heads}, {dim}]" for heads, dim in self.by_out)
+        return UnsupportedError(f"merge_states: out_a has shape [tokens, {query_heads}, {v_dim}]; needed: one of {legal}")
+
+    def _no_layer(self, function: str, layer: object) -> ArgumentError | None:
+        names = ", ".join(map(repr, self.layers))
+        if layer is None and len(self.layers) > 1:
+            return ArgumentError(f"{function}: layer is None; this package has several layers; needed: one of {names}")
+        if layer is not None and layer not in self.layers:
+            return ArgumentError(f"{function}: layer is {layer!r}; needed: one of {names}")
+        return None
+
+
+def _geometry(layer: dict, query_heads: int, kv_heads: int) -> Geometry:
+    dtype = getattr(torch, layer["dtype"])
+    promised = sizes.alignment(layer["qk_dim"], layer["v_dim"], dtype.itemsize)
+    return Geometry(
+        layer=layer["name"],
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        qk_dim=layer["qk_dim"],
+        v_dim=layer["v_dim"],
+        scale=layer["scale"],
+        mask=layer["mask"],
+        page_size=layer["page_size"],
+        dtype=dtype,
+        degree=layer["query_heads"] // query_heads,
+        stride_mask=promised // dtype.itemsize - 1,
+    )

@@ -1,0 +1,109 @@
+"""What a package keeps per device: the kernels and grid of each table row, ready to launch, and the default workspaces.
+
+Loads kernels through device.py at first use, or all of them in `warm`; launches nothing itself.
+"""
+
+import torch
+
+from . import sizes
+from .geometry import Geometry
+from .table import AttentionRow, NoRowError, Table
+from .workspace import WorkspacePool
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class AttentionPlan:
+    """One attention row on one device: the callables and grids of a launch. `ready` once the kernels are loaded."""
+
+    __slots__ = ("row", "max_query_len", "ready", "prefill", "prefill_grid", "decode", "decode_grid")
+
+    def __init__(self, row: AttentionRow):
+        self.row = row
+        self.max_query_len = row.max_query_len
+        self.ready = False
+        self.prefill = self.decode = None
+        self.prefill_grid = self.decode_grid = 0
+
+
+class DevicePlans:
+    """One device of one package.
+
+    `device` is the open Device, `size` the workspace size of this package here. Every lookup is by shapes and host integers.
+    """
+
+    def __init__(self, device, torch_device: torch.device, table: Table, variants: dict, make_workspace):
+        self.device = device
+        self.torch_device = torch_device
+        self.is_cuda = torch_device.type == "cuda"
+        self.index = torch_device.index if self.is_cuda else -1
+        self.current_stream = _stream_reader(torch_device)
+        self._table = table
+        self._variants = variants
+        rows = [row for row in table.attention_rows if row.arch == device.arch]
+        self.size = sizes.workspace_size(
+            device.multiprocessors, [variants[symbol] for row in rows for symbol in row.symbols]
+        )
+        self.workspaces = WorkspacePool(torch_device, lambda: make_workspace(self))
+        self._attention: dict[tuple[Geometry, bool], tuple[AttentionPlan, ...]] = {}
+        self._append: dict[tuple[Geometry, bool], tuple] = {}
+        self._merge: dict[Geometry, tuple] = {}
+
+    def attention(self, geometry: Geometry, aligned: bool, max_query_len: int) -> AttentionPlan:
+        """The plan of the row for a bound of 1 or more query rows, kernels loaded. Raises what Device.kernel raises."""
+        plans = self._attention.get((geometry, aligned))
+        if plans is None:
+            key = self.device.arch, geometry.layer, geometry.query_heads, geometry.kv_heads, aligned
+            plans = tuple(AttentionPlan(row) for row in self._table.attention_group(*key))
+            self._attention[geometry, aligned] = plans
+        for plan in plans:
+            if max_query_len <= plan.max_query_len:
+                if not plan.ready:
+                    self._load(plan)
+                return plan
+        raise NoRowError(f"no attention row for max_query_len {max_query_len}: rows cover 1..{plans[-1].max_query_len}")
+
+    def append(self, geometry: Geometry, aligned: bool) -> tuple:
+        """(kernel, grid) of append_kv."""
+        found = self._append.get((geometry, aligned))
+        if found is None:
+            row = self._table.append(self.device.arch, geometry.layer, geometry.kv_heads, aligned)
+            found = self._append[geometry, aligned] = self.device.kernel(row.symbol), self.grid(row.symbol)
+        return found
+
+    def merge(self, geometry: Geometry) -> tuple:
+        """(kernel, grid, whether pointers must be multiples of 16 bytes) of merge_states."""
+        found = self._merge.get(geometry)
+        if found is None:
+            row = self._table.merge(self.device.arch, geometry.query_heads, geometry.v_dim)
+            aligned = bool(self._variants[row.symbol].get("aligned"))
+            found = self._merge[geometry] = self.device.kernel(row.symbol), self.grid(row.symbol), aligned
+        return found
+
+    def grid(self, symbol: str) -> int:
+        """Programs of one launch of a variant here."""
+        return sizes.grid(self.device.multiprocessors, self._variants[symbol]["ctas_per_multiprocessor"])
+
+    def warm(self) -> None:
+        """Load every kernel, make the current stream's workspace and the spare; wait until the device has done so."""
+        self.device.load_all()
+        stream = self.current_stream(self.index)
+        if self.workspaces.by_stream.get(stream) is None:
+            self.workspaces.missing(stream)
+        self.workspaces.renew_spare()
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def _load(self, plan: AttentionPlan) -> None:
+        row = plan.row
+        if row.prefill:
+            plan.prefill, plan.prefill_grid = self.device.kernel(row.prefill), self.grid(row.prefill)
+        if row.decode:
+            plan.decode, plan.decode_grid = self.device.kernel(row.decode), self.grid(row.decode)
+        plan.ready = True
+
+
+def _stream_reader(device: torch.device):
+    if device.type != "cuda":
+        return lambda index: 0
+    return _raw_stream or (lambda index: torch.cuda.current_stream(index).cuda_stream)

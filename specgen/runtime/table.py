@@ -1,0 +1,219 @@
+"""The dispatch table: rows as frozen data, the lookup, and the proof that rows are total and disjoint.
+
+Generated `dispatch.py` holds tuples of these rows; the package looks rows up by shapes and host integers only. Pure: imports
+nothing but the standard library, reads no tensor and no device, so that the generator and its tests use it as it is.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One row of the attention table: which kernels one call launches.
+
+    `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len` are inclusive bounds on the caller's
+    bound of query rows per sequence, min(max_seqlen_q, tokens). `decode` and `prefill` are symbols; a row with both launches
+    both, and the device decides which sequences are whose.
+    """
+
+    index: int
+    arch: str
+    layer: str
+    query_heads: int
+    kv_heads: int
+    aligned: bool
+    min_query_len: int
+    max_query_len: int
+    decode: str | None
+    prefill: str | None
+    reason: str
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbols this row launches, in launch order."""
+        return tuple(symbol for symbol in (self.prefill, self.decode) if symbol)
+
+
+@dataclass(frozen=True)
+class AppendRow:
+    """One row of the append_kv table; `kv_heads` is per rank."""
+
+    index: int
+    arch: str
+    layer: str
+    kv_heads: int
+    aligned: bool
+    symbol: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MergeRow:
+    """One row of the merge_states table; `query_heads` is per rank."""
+
+    index: int
+    arch: str
+    query_heads: int
+    v_dim: int
+    symbol: str
+    reason: str
+
+
+class NoRowError(LookupError):
+    """No row answers; the text says what was asked and what the table has."""
+
+
+class Table:
+    """Rows of one package, indexed for lookup.
+
+    Raises ValueError when two rows claim the same case: list order never decides.
+    """
+
+    def __init__(
+        self,
+        attention_rows: Iterable[AttentionRow],
+        append_rows: Iterable[AppendRow] = (),
+        merge_rows: Iterable[MergeRow] = (),
+    ):
+        self.attention_rows = tuple(attention_rows)
+        self.append_rows = tuple(append_rows)
+        self.merge_rows = tuple(merge_rows)
+        self._attention: dict[tuple, tuple[AttentionRow, ...]] = {}
+        for key, rows in _grouped(self.attention_rows, _attention_key):
+            rows = sorted(rows, key=lambda row: row.min_query_len)
+            for before, after in zip(rows, rows[1:]):
+                if after.min_query_len <= before.max_query_len:
+                    raise ValueError(f"attention rows {before.index} and {after.index} overlap: {before} and {after}")
+            self._attention[key] = tuple(rows)
+        self._append = _unique("append_kv", self.append_rows, _append_key)
+        self._merge = _unique("merge_states", self.merge_rows, _merge_key)
+        self.archs = _distinct(row.arch for row in (*self.attention_rows, *self.append_rows, *self.merge_rows))
+        self.layers = _distinct(row.layer for row in self.attention_rows)
+
+    def heads(self, layer: str) -> tuple[tuple[int, int], ...]:
+        """The (query_heads, kv_heads) per rank that the table has for a layer, in row order."""
+        return _distinct((row.query_heads, row.kv_heads) for row in self.attention_rows if row.layer == layer)
+
+    def attention_group(
+        self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool
+    ) -> tuple[AttentionRow, ...]:
+        """The rows of one geometry and guard, ordered by query length. Raises NoRowError."""
+        try:
+            return self._attention[arch, layer, query_heads, kv_heads, aligned]
+        except KeyError:
+            raise self._no_attention_row(arch, layer, query_heads, kv_heads, aligned) from None
+
+    def attention(
+        self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool, max_query_len: int
+    ) -> AttentionRow:
+        """The one row for a call whose sequences have at most `max_query_len` (>= 1) query rows each. Raises NoRowError."""
+        rows = self.attention_group(arch, layer, query_heads, kv_heads, aligned)
+        for row in rows:
+            if row.min_query_len <= max_query_len <= row.max_query_len:
+                return row
+        have = ", ".join(f"{row.min_query_len}..{row.max_query_len}" for row in rows)
+        raise NoRowError(f"no attention row for max_query_len {max_query_len}: rows cover {have}")
+
+    def append(self, arch: str, layer: str, kv_heads: int, aligned: bool) -> AppendRow:
+        """The one append_kv row. Raises NoRowError."""
+        try:
+            return self._append[arch, layer, kv_heads, aligned]
+        except KeyError:
+            have = _distinct(f"{row.layer} with {row.kv_heads} kv heads on {row.arch}" for row in self.append_rows)
+            asked = f"arch {arch}, layer {layer!r}, {kv_heads} kv heads, aligned {aligned}"
+            raise NoRowError(f"no append_kv row for {asked}; the table has {_listed(have)}") from None
+
+    def merge(self, arch: str, query_heads: int, v_dim: int) -> MergeRow:
+        """The one merge_states row. Raises NoRowError."""
+        try:
+            return self._merge[arch, query_heads, v_dim]
+        except KeyError:
+            have = _distinct(f"{row.query_heads} heads of {row.v_dim} on {row.arch}" for row in self.merge_rows)
+            asked = f"arch {arch}, {query_heads} query heads, v_dim {v_dim}"
+            raise NoRowError(f"no merge_states row for {asked}; the table has {_listed(have)}") from None
+
+    def faults(self, max_tokens: int) -> list[str]:
+        """Why the rows are not total and disjoint over query lengths 1..max_tokens; an empty list is the proof.
+
+        Checked by intervals: each (arch, layer, heads) has both guards, each guard's rows meet end to end from 1 to
+        `max_tokens`, each row launches something, and each layer has its append_kv and merge_states rows where the table
+        has any of those.
+        """
+        found = []
+        for arch in self.archs:
+            for layer in self.layers:
+                for query_heads, kv_heads in self.heads(layer):
+                    for aligned in (True, False):
+                        key = (arch, layer, query_heads, kv_heads, aligned)
+                        name = f"{arch} {layer} {query_heads}/{kv_heads} {'aligned' if aligned else 'unaligned'}"
+                        found += _interval_faults(name, self._attention.get(key, ()), max_tokens)
+                        if self.append_rows and (arch, layer, kv_heads, aligned) not in self._append:
+                            found.append(f"{name}: no append_kv row")
+        if self.merge_rows:
+            wanted = _distinct((row.arch, row.query_heads) for row in self.attention_rows)
+            have = {(row.arch, row.query_heads) for row in self.merge_rows}
+            found += [f"{arch} {heads} query heads: no merge_states row" for arch, heads in wanted if (arch, heads) not in have]
+        for rows in (self.attention_rows, self.append_rows, self.merge_rows):
+            found += [f"row {row.index} stands at place {place}: {row}" for place, row in enumerate(rows) if row.index != place]
+        return found
+
+    def _no_attention_row(self, arch, layer, query_heads, kv_heads, aligned) -> NoRowError:
+        if arch not in self.archs:
+            return NoRowError(f"no attention row for arch {arch}; the table has {_listed(self.archs)}")
+        if layer not in self.layers:
+            return NoRowError(f"no attention row for layer {layer!r}; the table has {_listed(map(repr, self.layers))}")
+        if (query_heads, kv_heads) not in self.heads(layer):
+            have = _listed(f"{query}/{kv}" for query, kv in self.heads(layer))
+            return NoRowError(f"no attention row of layer {layer!r} for {query_heads}/{kv_heads} heads; the table has {have}")
+        return NoRowError(f"no attention row for {arch}, layer {layer!r}, {query_heads}/{kv_heads} heads, aligned {aligned}")
+
+
+def _attention_key(row: AttentionRow) -> tuple:
+    return row.arch, row.layer, row.query_heads, row.kv_heads, row.aligned
+
+
+def _append_key(row: AppendRow) -> tuple:
+    return row.arch, row.layer, row.kv_heads, row.aligned
+
+
+def _merge_key(row: MergeRow) -> tuple:
+    return row.arch, row.query_heads, row.v_dim
+
+
+def _interval_faults(name: str, rows: tuple[AttentionRow, ...], max_tokens: int) -> Iterator[str]:
+    covered = 0
+    for row in rows:
+        if row.min_query_len > row.max_query_len:
+            yield f"{name}: row {row.index} is empty, {row.min_query_len}..{row.max_query_len}"
+        if row.min_query_len != covered + 1:
+            yield f"{name}: query lengths {covered + 1}..{row.min_query_len - 1} have no row"
+        if not row.symbols:
+            yield f"{name}: row {row.index} launches nothing"
+        covered = row.max_query_len
+    if covered < max_tokens:
+        yield f"{name}: query lengths {covered + 1}..{max_tokens} have no row"
+
+
+def _grouped(rows, key) -> Iterator[tuple[tuple, list]]:
+    groups: dict[tuple, list] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return iter(groups.items())
+
+
+def _unique(name, rows, key) -> dict:
+    table = {}
+    for row in rows:
+        other = table.setdefault(key(row), row)
+        if other is not row:
+            raise ValueError(f"{name} rows {other.index} and {row.index} overlap: {other} and {row}")
+    return table
+
+
+def _distinct(items: Iterable) -> tuple:
+    return tuple(dict.fromkeys(items))
+
+
+def _listed(items: Iterable[str]) -> str:
+    return ", ".join(items) or "none"

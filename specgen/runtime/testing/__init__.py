@@ -1,0 +1,46 @@
+"""Helpers of generated tests: a stub is one `Case` (data) and calls of `check_*`.
+
+`Case`, `Batch` and the batches live in cases.py, static poisoned buffers in pools.py, the checks in checks.py. Nothing here is
+imported by the package's own functions. Needs torch; on a CPU, Triton for its interpreter.
+"""
+
+from .cases import BATCHES, Batch, Case, fit
+from .checks import (
+    assert_counters_clear,
+    assert_matches,
+    batches,
+    check_append_kv,
+    check_attention,
+    check_graph_replay,
+    check_merge_states,
+    device_arch,
+    device_for,
+    poisoned_workspace,
+    skip_reason,
+    token_counts,
+)
+from .pools import CANARY, LAYOUTS, Pool, bits, fill_bytes
+
+__all__ = [
+    "BATCHES",
+    "CANARY",
+    "LAYOUTS",
+    "Batch",
+    "Case",
+    "Pool",
+    "assert_counters_clear",
+    "assert_matches",
+    "batches",
+    "bits",
+    "check_append_kv",
+    "check_attention",
+    "check_graph_replay",
+    "check_merge_states",
+    "device_arch",
+    "device_for",
+    "fill_bytes",
+    "fit",
+    "poisoned_workspace",
+    "skip_reason",
+    "token_counts",
+]

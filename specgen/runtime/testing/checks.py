@@ -1,0 +1,250 @@
+"""The checks that generated tests call: each runs one specialization through the package's public functions.
+
+On a GPU the binaries run, on a CPU with TRITON_INTERPRET=1 the generated source runs in Triton's interpreter, else the check is
+skipped with the reason (`unittest.SkipTest`, which pytest understands). Touches only tensors it allocates.
+"""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from unittest import SkipTest
+
+import torch
+
+from .. import reference
+from ..device import Device
+from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, fit
+from .pools import CANARY, Pool, bits, fill_bytes
+
+NAN, INF = float("nan"), float("inf")
+
+
+def skip_reason(case: Case) -> str | None:
+    """Why this machine cannot run the case's kernels; None if it can."""
+    if torch.cuda.is_available():
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "no GPU, and TRITON_INTERPRET=1 is not set"
+    if case.dtype == "bfloat16":
+        return "Triton's interpreter multiplies bfloat16 operands of tl.dot as bit patterns; float16 and float32 run there"
+    return None
+
+
+def device_for(case: Case) -> torch.device:
+    """The device that the check runs on. Raises SkipTest with `skip_reason`."""
+    if reason := skip_reason(case):
+        raise SkipTest(reason)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def batches(case: Case) -> list[str]:
+    """Names of the batches that `check_attention` takes for this case on this machine, for pytest.mark.parametrize."""
+    return [batch.name for batch in BATCHES if torch.cuda.is_available() or not batch.large]
+
+
+def token_counts(case: Case) -> list[int]:
+    """Token counts for `check_append_kv` and `check_merge_states`, within the case's limits."""
+    return [tokens for tokens in TOKEN_COUNTS if tokens <= case.max_tokens]
+
+
+def check_attention(package, case: Case, batch: str) -> None:
+    """One batch, through every table row that launches the specialization, against the float64 reference.
+
+    The pool around the keys holds NaN, then Inf: both must give the same bits. Output and lse are right within the dtype's
+    tolerance, with and without lse the output has the same bits, and nothing but the batch's rows is written. Aligned
+    specializations see dense tensors and views; unaligned ones see views that start one element off and have odd strides.
+    """
+    device = device_for(case)
+    named = {known.name: known for known in BATCHES}[batch]
+    for row in _attention_rows(package, case, device):
+        fitted = fit(named, case, row.max_query_len)
+        workspace = poisoned_workspace(package, device)
+        seen = None
+        for layout, fill in _arrangements(case, device):
+            pool = Pool(case, device, [fitted], layout, min_tokens=_min_tokens(fitted, row, case))
+            pool.load(fitted, fill=fill)
+            bound = max(row.min_query_len, max((q for q, _ in fitted.sequences), default=0))
+            if pool.tokens:
+                _assert_chosen(package, case, row, pool, bound)
+            out, lse = package.attention(**pool.arguments(), max_seqlen_q=bound, return_lse=True, workspace=workspace)
+            assert out.data_ptr() == pool.out.data_ptr(), "attention did not return the `out` it was given"
+            label = f"{case.symbol}, batch {fitted.sequences}, layout {layout}, cache filled with {fill}"
+            assert_matches(pool, lse, label)
+            first = bits(pool.result())
+            assert seen is None or torch.equal(first, seen), f"{label}: other bits than with another layout and filling"
+            seen = first
+            package.attention(**pool.arguments(), max_seqlen_q=bound, workspace=workspace)
+            assert torch.equal(bits(pool.result()), seen), f"{label}: other bits without return_lse"
+            assert_counters_clear(workspace, label)
+
+
+def check_graph_replay(package, case: Case) -> None:
+    """Capture one call after warmup, replay it over other batches: right, the bits of an eager call, dead rows untouched."""
+    device = device_for(case)
+    if device.type != "cuda":
+        raise SkipTest("graphs are captured on a GPU only")
+    for row in _attention_rows(package, case, device):
+        known = DECODE_REPLAYS if row.prefill is None else PREFILL_REPLAYS
+        fitted = [fit(batch, case, row.max_query_len) for batch in known]
+        layout = "plain" if case.aligned else "odd"
+        tokens = max(_min_tokens(batch, row, case) for batch in fitted)
+        pool = Pool(case, device, fitted, layout, min_tokens=tokens)
+        pool.load(fitted[0])
+        _assert_chosen(package, case, row, pool, row.max_query_len)
+        package.warmup(device)
+        workspace = poisoned_workspace(package, device)
+        call = dict(max_seqlen_q=row.max_query_len, return_lse=True, workspace=workspace)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            _, lse = package.attention(**pool.arguments(), **call)
+        for seed, batch in enumerate(fitted):
+            label = f"{case.symbol}, replay of {batch.name} {batch.sequences}"
+            pool.load(batch, fill=NAN, seed=seed)
+            graph.replay()
+            assert_matches(pool, lse, label)
+            replayed = bits(pool.result())
+            fill_bytes(pool._bases["out"], CANARY)
+            package.attention(**pool.arguments(), **call)
+            assert torch.equal(bits(pool.result()), replayed), f"{label}: other bits than the eager call"
+        assert_counters_clear(workspace, case.symbol)
+
+
+def check_append_kv(package, case: Case, tokens: int) -> None:
+    """Rows of k and v land in their slots bit for bit; skipped slots and every other byte of the caches stay as they were."""
+    device = device_for(case)
+    _rows(package, case, device, "APPEND_ROWS", kv_heads=case.kv_heads, layer=case.layer, aligned=case.aligned)
+    for layout in ("plain", "views") if case.aligned else ("odd",):
+        pool = Pool(case, device, [Batch("slots", ((0, max(1, tokens)),))], layout)
+        k, v = _new_keys(case, device, tokens, layout)
+        slot_count = pool.pages * case.page_size
+        slots = torch.randperm(slot_count, generator=torch.Generator().manual_seed(tokens))[:tokens]
+        slots[1::5] = -1
+        slots[3::7] = slot_count + 1  # past the cache: skipped as well
+        slots = slots.to(device)
+        caches = {name: base for name, base in pool._bases.items() if "cache" in name}
+        for base in caches.values():
+            fill_bytes(base, CANARY)
+        expected = Pool(case, device, [Batch("slots", ((0, max(1, tokens)),))], layout)
+        for name in caches:
+            expected._bases[name].copy_(caches[name])
+        reference.append_kv(k, v, expected.k_cache, expected.v_cache, slot_mapping=slots)
+        package.append_kv(k, v, pool.k_cache, pool.v_cache, slot_mapping=slots, layer=case.layer)
+        for name, base in caches.items():
+            assert torch.equal(bits(base), bits(expected._bases[name])), f"{case.symbol}, {tokens} tokens, {layout}: {name}"
+
+
+def check_merge_states(package, case: Case, tokens: int) -> None:
+    """Merging two states gives what attention over both sets of keys would; two states without a key give 0 and -inf."""
+    device = device_for(case)
+    _rows(package, case, device, "MERGE_ROWS", query_heads=case.query_heads, v_dim=case.v_dim)
+    generator = torch.Generator(device).manual_seed(tokens)
+    shape = (tokens, case.query_heads, case.v_dim)
+    states = []
+    for every in (3, 2):  # every 3rd row of one and every 2nd row of the other saw no key: every 6th row saw none at all
+        out = torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+        lse = 4 * torch.randn(shape[:2], generator=generator, device=device)
+        out[::every], lse[::every] = 0, -INF
+        lse[1::4] *= 1000  # one state outweighs the other beyond the range of exp
+        states += [out, lse.contiguous()]
+    out, lse = package.merge_states(*states)
+    expected, expected_lse = reference.merge_states(*states)
+    found = reference.errors(out, expected, lse, expected_lse)
+    assert found.within(reference.tolerance(case.torch_dtype)), f"{case.symbol}, {tokens} tokens: {found}"
+    assert out.dtype == case.torch_dtype and lse.dtype == torch.float32
+
+
+def assert_matches(pool: Pool, lse: torch.Tensor | None, label: str) -> reference.Errors:
+    """Assert that the pool's output (and lse) is the reference's and that all canaries live; returns the errors."""
+    case = pool.case
+    tables = dict(block_table=pool.block_table, seq_lens=pool.seq_lens, cu_seqlens_q=pool.cu_seqlens_q)
+    q = pool.q[: pool.total]
+    expected, expected_lse = reference.attention(
+        q, pool.k_cache, pool.v_cache, **tables, mask=case.mask, scale=case.scale
+    )
+    found = reference.errors(pool.result(), expected, None if lse is None else lse[: pool.total], expected_lse)
+    bounds = reference.tolerance(case.torch_dtype)
+    assert found.within(bounds), f"{label}: {found}, allowed {bounds}"
+    assert pool.canaries_intact(), f"{label}: wrote outside the output rows of the batch"
+    return found
+
+
+def poisoned_workspace(package, device: torch.device):
+    """A caller-owned workspace whose scratch holds canary bytes; the counters are zero, as the contract wants them."""
+    workspace = package.workspace(device)
+    fill_bytes(workspace.partial_acc, CANARY)
+    fill_bytes(workspace.partial_ml, CANARY)
+    return workspace
+
+
+def assert_counters_clear(workspace, label: str) -> None:
+    """Assert that every kernel reset the counters it used."""
+    assert not workspace.counters.any(), f"{label}: counters of the workspace are not zero after the launch"
+
+
+def device_arch(package, device: torch.device) -> str:
+    """The architecture whose table rows and binaries the package uses on this device, such as "sm_90"."""
+    directory = Path(package.__file__).parent
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    return Device.open(directory, manifest, device).arch
+
+
+def _rows(package, case: Case, device: torch.device, table: str, **fields) -> list:
+    """This device's rows of a dispatch table that have these fields and launch the specialization.
+
+    SkipTest if only other architectures' rows launch it; AssertionError if none does.
+    """
+    rows = getattr(importlib.import_module(f"{package.__name__}.dispatch"), table)
+    launching = [row for row in rows if case.symbol in (row.symbols if table == "ATTENTION_ROWS" else (row.symbol,))]
+    found = [row for row in launching if all(getattr(row, name) == value for name, value in fields.items())]
+    assert found, f"no row of {table} with {fields} launches {case.symbol}; its rows are {launching}"
+    arch = device_arch(package, device)
+    if here := [row for row in found if row.arch == arch]:
+        return here
+    raise SkipTest(f"{case.symbol} is launched on {', '.join(sorted({row.arch for row in found}))} only, not on {arch}")
+
+
+def _attention_rows(package, case: Case, device: torch.device) -> list:
+    heads = dict(layer=case.layer, query_heads=case.query_heads, kv_heads=case.kv_heads, aligned=case.aligned)
+    return _rows(package, case, device, "ATTENTION_ROWS", **heads)
+
+
+def _assert_chosen(package, case: Case, row, pool: Pool, bound: int) -> None:
+    chosen = package.explain(**pool.arguments(), max_seqlen_q=bound).row
+    assert chosen == row, f"{case.symbol}: expected table row {row}, the package chose {chosen}"
+
+
+def _arrangements(case: Case, device: torch.device) -> list[tuple[str, float]]:
+    """(layout, filling of the cache) to run; all must give the same bits. Fewer in the interpreter, which is slow."""
+    if not case.aligned:
+        return [("odd", NAN), ("odd", INF)]
+    if device.type == "cpu":
+        return [("plain", NAN), ("views", INF)]
+    return [("plain", 0.0), ("plain", NAN), ("plain", INF), ("views", NAN), ("views", INF)]
+
+
+def _min_tokens(batch: Batch, row, case: Case) -> int:
+    """Rows of q to allocate: a few canary rows behind the batch, and as many as the row's bound needs to be in force."""
+    if not batch.sequences:
+        return 0
+    return min(case.max_tokens, max(batch.tokens + 3, row.min_query_len))
+
+
+def _new_keys(case: Case, device: torch.device, tokens: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """New k and v rows: dense, slices of one fused tensor ("views"), or one element off ("odd")."""
+    generator = torch.Generator(device).manual_seed(1)
+    heads, dims = case.kv_heads, (case.qk_dim, case.v_dim)
+    extra = {"plain": 0, "views": 0, "odd": 1}[layout]
+    widths = [heads * (dim + extra) for dim in dims]
+    ahead = 16  # stands for q; with it k starts at 16 bytes, and v where k's width allows it
+    gap = -widths[0] % 16 if layout == "views" else 0
+    whole = torch.randn(tokens, ahead + widths[0] + gap + widths[1] + (-sum(widths) - gap) % 16, generator=generator, device=device)
+    whole = whole.to(case.torch_dtype)
+    if layout == "odd":
+        whole = torch.cat([whole.flatten().new_zeros(1), whole.flatten()])[1:].view(whole.shape)
+    starts = (ahead, ahead + widths[0] + gap)
+    k, v = (
+        whole[:, start : start + width].view(tokens, heads, dim + extra)[..., :dim]
+        for start, width, dim in zip(starts, widths, dims)
+    )
+    return (k.contiguous(), v.contiguous()) if layout == "plain" else (k, v)

@@ -1,0 +1,182 @@
+"""A paged cache and the tensors of a batch over it, in static buffers, with everything that must not be read poisoned.
+
+One class, `Pool`: allocated once for the largest of some batches, loaded with one batch after another (which is what a graph
+replay needs). Touches only the tensors it allocates.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .cases import Batch, Case
+
+CANARY = 0x7F  # byte of memory that nobody may write, and of outputs before they are written
+GUARD_ROWS = 16  # rows in front of and behind the output; 16 rows of any size keep 16-byte alignment
+LAYOUTS = ("plain", "views", "odd")
+BIT_TYPES = {2: torch.int16, 4: torch.int32}
+
+
+def fill_bytes(tensor: torch.Tensor, byte: int) -> None:
+    """Set every byte of a contiguous tensor."""
+    tensor.view(torch.uint8).fill_(byte)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bit patterns as integers, contiguous: NaN equals itself, -0 differs from 0."""
+    return tensor.contiguous().view(BIT_TYPES[tensor.element_size()])
+
+
+class Pool:
+    """Queries, caches, tables and output for batches of a case.
+
+    `layout` says how tensors lie in memory:
+    - "plain": dense, caches apart.
+    - "views": q is a slice of a fused QKV tensor; the caches are the halves of one [pages, 2, page_size, kv_heads, dim] buffer
+      (padded by a head instead where that would break the 16-byte alignment); out has padded rows and heads; block_table
+      has padded rows.
+    - "odd": every data tensor starts one element off and has odd strides; the alignment that aligned variants promise is broken.
+
+    Queries beyond the batch, gaps of views, and every cache slot without a key hold `fill`; entries of block_table without a
+    page hold -1 or the id of a page full of `fill`. Outputs and what lies around and between them hold canary bytes.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        batches: Sequence[Batch],
+        layout: str = "plain",
+        min_tokens: int = 0,
+        spare_pages: int = 2,
+    ):
+        """`min_tokens`: at least so many rows of q; those that no batch uses are canaries. spare_pages >= 1 stay poisoned."""
+        self.case, self.device, self.layout = case, device, layout
+        self.seqs = max(len(batch.sequences) for batch in batches)
+        self.tokens = max(min_tokens, max(batch.tokens for batch in batches))
+        self.columns = max(1, *(self._pages(batch.longest) for batch in batches))
+        used = max(sum(self._pages(q + c) for q, c in batch.sequences) for batch in batches)
+        self.pages = used + spare_pages
+        self._bases: dict[str, torch.Tensor] = {}
+        self._allocate_queries()
+        self._allocate_caches()
+        self._allocate_out()
+        table = torch.empty(self.seqs, self.columns + (5 if layout == "views" else 0), dtype=torch.int32, device=device)
+        self.block_table = table[:, : self.columns]
+        self.seq_lens = torch.zeros(self.seqs, dtype=torch.int32, device=device)
+        self.cu_seqlens_q = torch.zeros(self.seqs + 1, dtype=torch.int32, device=device)
+        self.total = 0
+
+    def load(
+        self,
+        batch: Batch,
+        *,
+        fill: float = 0.0,
+        seed: int = 0,
+        values: str = "random",
+        pages: Sequence[int] | None = None,
+    ) -> None:
+        """Put a batch into the buffers: same `seed`, same keys, values and queries in any layout and with any fill.
+
+        `values` "random": standard normal q, k and v. "positions": k = 0 and v[j] = j, so that a row is the mean of the
+        positions it sees (exact in bfloat16 up to 128 keys). `pages`: page ids in the order of use; None shuffles them.
+        """
+        generator = torch.Generator(self.device).manual_seed(seed)
+        lengths = [max(0, q + c) for q, c in batch.sequences] + [0] * (self.seqs - len(batch.sequences))
+        rows = [q for q, _ in batch.sequences] + [0] * (self.seqs - len(batch.sequences))
+        self.total = sum(rows)
+        self._bases["q"].fill_(fill)
+        self.q[: self.total] = self._normal(generator, self.total, self.case.query_heads, self.case.qk_dim)
+        if pages is None:  # the last page is spare
+            pages = torch.randperm(self.pages - 1, generator=torch.Generator().manual_seed(seed)).tolist()
+        unused = iter(pages)
+        table = torch.full(self.block_table.shape, -1 if fill != fill else self.pages - 1, dtype=torch.int32)
+        slots = []
+        for seq, n in enumerate(lengths):
+            own = torch.tensor([next(unused) for _ in range(self._pages(n))], dtype=torch.int64)
+            table[seq, : len(own)] = own
+            slots.append((own[:, None] * self.case.page_size + torch.arange(self.case.page_size)).flatten()[:n])
+        self.block_table.copy_(table)
+        self.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        if batch.beyond:
+            self.seq_lens[-1] += batch.beyond
+        self.cu_seqlens_q.copy_(torch.tensor([0, *rows], dtype=torch.int32).cumsum(0))
+        self._load_caches(torch.cat([*slots, torch.empty(0, dtype=torch.int64)]), lengths, generator, fill, values)
+        fill_bytes(self._bases["out"], CANARY)
+
+    def arguments(self) -> dict:
+        """Keyword arguments of `attention`, without bounds and options; out included."""
+        names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "out")
+        return {name: getattr(self, name) for name in names} | {"layer": self.case.layer}
+
+    def result(self) -> torch.Tensor:
+        """A copy of the output rows that the batch owns, [total, query_heads, v_dim]."""
+        return self.out[: self.total].clone()
+
+    def canaries_intact(self) -> bool:
+        """True if nothing but the batch's own output rows was written."""
+        base = self._bases["out"].clone()
+        view = base.as_strided(self.out.shape, self.out.stride(), self.out.storage_offset())
+        view[: self.total] = torch.full((base.element_size(),), CANARY, dtype=torch.uint8).view(base.dtype)[0]
+        return bool((base.view(torch.uint8) == CANARY).all())
+
+    def _pages(self, keys: int) -> int:
+        return -(-max(0, keys) // self.case.page_size)
+
+    def _normal(self, generator, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=self.device).to(self.case.torch_dtype)
+
+    def _empty(self, name: str, *shape: int) -> torch.Tensor:
+        """A new buffer, remembered under `name` to be filled whole. The "odd" layout hands out a view one element in."""
+        odd = self.layout == "odd"
+        count = torch.Size(shape).numel()
+        base = torch.empty(count + odd, dtype=self.case.torch_dtype, device=self.device)
+        self._bases[name] = base
+        return base[odd:].view(shape)
+
+    def _allocate_queries(self) -> None:
+        case, heads = self.case, self.case.query_heads
+        if self.layout == "views":
+            width = heads * case.qk_dim
+            fused = self._empty("q", self.tokens, width + case.kv_heads * (case.qk_dim + case.v_dim))
+            self.q = fused[:, :width].view(self.tokens, heads, case.qk_dim)
+        else:
+            odd = self.layout == "odd"
+            self.q = self._empty("q", self.tokens, heads, case.qk_dim + odd)[..., : case.qk_dim]
+
+    def _allocate_caches(self) -> None:
+        case = self.case
+        half = case.page_size * case.kv_heads * case.v_dim * case.itemsize
+        if self.layout == "views" and case.qk_dim == case.v_dim and half % 16 == 0:
+            both = self._empty("kv_cache", self.pages, 2, case.page_size, case.kv_heads, case.v_dim)
+            self.k_cache, self.v_cache = both[:, 0], both[:, 1]
+            return
+        more_heads, more_dim = int(self.layout == "views"), int(self.layout == "odd")
+        shape = (self.pages, case.page_size, case.kv_heads + more_heads)
+        self.k_cache, self.v_cache = (
+            self._empty(name, *shape, dim + more_dim)[:, :, : case.kv_heads, :dim]
+            for name, dim in (("k_cache", case.qk_dim), ("v_cache", case.v_dim))
+        )
+
+    def _allocate_out(self) -> None:
+        case = self.case
+        more_heads = int(self.layout == "views")
+        more_dim = {"plain": 0, "views": 16 // case.itemsize, "odd": 1}[self.layout]
+        rows = GUARD_ROWS + self.tokens + GUARD_ROWS
+        whole = self._empty("out", rows, case.query_heads + more_heads, case.v_dim + more_dim)
+        self.out = whole[GUARD_ROWS : GUARD_ROWS + self.tokens, : case.query_heads, : case.v_dim]
+
+    def _load_caches(self, slots: torch.Tensor, lengths: list[int], generator, fill: float, values: str) -> None:
+        case = self.case
+        for name in ("kv_cache", "k_cache", "v_cache"):
+            if name in self._bases:
+                self._bases[name].fill_(fill)
+        if values == "random":
+            keys = self._normal(generator, len(slots), case.kv_heads, case.qk_dim)
+            new_values = self._normal(generator, len(slots), case.kv_heads, case.v_dim)
+        else:
+            keys = torch.zeros((), dtype=case.torch_dtype, device=self.device)
+            positions = torch.cat([torch.arange(n) for n in lengths] + [torch.arange(0)])
+            new_values = positions.to(self.device, case.torch_dtype)[:, None, None]
+        slots = slots.to(self.device)
+        self.k_cache[slots // case.page_size, slots % case.page_size] = keys
+        self.v_cache[slots // case.page_size, slots % case.page_size] = new_values

@@ -1,0 +1,36 @@
+"""Which configurations a specialization may take, in order of preference. Reads configs.yaml; pure after that."""
+
+from functools import cache
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
+from specgen.variant import Config, Geometry, next_power_of_two
+
+_FILE = Path(__file__).with_name("configs.yaml")
+
+
+@cache
+def _rows() -> dict:
+    return YAML(typ="safe", pure=True).load(_FILE.read_text(encoding="utf-8"))
+
+
+def candidates(family: str, geometry: Geometry, vendor: str, aligned: bool, max_query_len: int | None) -> list[Config]:
+    """Configurations of `family` for this geometry on GPUs of `vendor`, the preferred first. Never empty for a legal geometry."""
+    found = []
+    for row in _rows()[family]:
+        when = row["for"]
+        if geometry.itemsize != when.get("itemsize", geometry.itemsize):
+            continue
+        if max(geometry.block_qk, geometry.block_v) > when.get("max_dim", 1 << 30) or vendor != when.get("vendor", vendor):
+            continue
+        if aligned != when.get("aligned", aligned):
+            continue
+        block_m = row["block_m"]
+        if family == "decode":
+            block_m = min(block_m, max(16, next_power_of_two(geometry.group * max_query_len)))
+        options = tuple(sorted(row.get("options", {}).items()))
+        found.append(
+            Config(block_m, row["tile_n"], row["num_warps"], row["num_stages"], row["ctas"], options, row["origin"])
+        )
+    return found

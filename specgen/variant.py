@@ -1,0 +1,130 @@
+"""The semantic model of a specialization: geometry, configuration, symbol. Frozen data; imports only nouns."""
+
+from dataclasses import dataclass
+from math import gcd
+
+from specgen.dtypes import DTYPES
+from specgen.runtime import sizes
+from specgen.runtime.arguments import ARGUMENTS
+
+FAMILIES = tuple(ARGUMENTS)
+
+
+def next_power_of_two(n: int) -> int:
+    """Smallest power of two >= n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True, order=True)
+class Geometry:
+    """What one rank's attention looks like: heads, head sizes in elements, page size in keys, softmax scale, mask."""
+
+    query_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: str
+    page_size: int
+    scale: float
+    mask: str
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of queries, keys, values and outputs."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def block_qk(self) -> int:
+        """qk_dim rounded up to a tile: a power of two, at least 16 (the depth of a matrix instruction)."""
+        return max(16, next_power_of_two(self.qk_dim))
+
+    @property
+    def block_v(self) -> int:
+        """v_dim rounded up to a tile."""
+        return sizes.block_v(self.v_dim)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that every stride of a densely packed tensor is a multiple of, at most 16 (the widest load)."""
+        return gcd(16, self.qk_dim * self.itemsize, self.v_dim * self.itemsize)
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """Tunables of one specialization. block_m, tile_n in rows and keys; origin says which measurement chose it."""
+
+    block_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    ctas_per_multiprocessor: int
+    options: tuple[tuple[str, int], ...] = ()  # compiler options of the vendor, such as waves_per_eu
+    origin: str = ""
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One specialization: a kernel family for a geometry and a configuration. Its symbol names module, function and binaries."""
+
+    family: str
+    geometry: Geometry
+    config: Config
+    aligned: bool
+    max_seqs: int
+    max_query_len: int | None = None  # decode: rows it takes; prefill: rows it leaves to decode
+
+    @property
+    def symbol(self) -> str:
+        """Name of module and function. Within a package (one max_seqs), equal names are equal code."""
+        g, c = self.geometry, self.config
+        parts = [self.family]
+        if self.family in ("decode", "prefill"):
+            parts += [f"h{g.query_heads}x{g.kv_heads}", self._dims, f"p{g.page_size}", DTYPES[g.dtype].short]
+            parts += [g.mask, f"q{self.max_query_len}"]
+            if g.scale != g.qk_dim**-0.5:
+                parts.append("s" + f"{g.scale!r}".replace(".", "_").replace("-", "m").replace("+", ""))
+            parts.append(f"m{c.block_m}n{c.tile_n}")
+        elif self.family == "append_kv":
+            parts += [f"h{g.kv_heads}", self._dims, f"p{g.page_size}", DTYPES[g.dtype].short, f"m{c.block_m}"]
+        else:
+            parts += [f"d{g.v_dim}", DTYPES[g.dtype].short, f"m{c.block_m}"]
+        parts.append(f"w{c.num_warps}s{c.num_stages}c{c.ctas_per_multiprocessor}")
+        parts += [f"{name[0]}{value}" for name, value in c.options]
+        if not self.aligned:
+            parts.append("unaligned")
+        return "_".join(parts)
+
+    @property
+    def _dims(self) -> str:
+        g = self.geometry
+        return f"d{g.qk_dim}" if g.qk_dim == g.v_dim else f"d{g.qk_dim}x{g.v_dim}"
+
+    @property
+    def scale_log2e(self) -> float:
+        """Softmax scale times log2(e), so that exp2 can stand for exp."""
+        return self.geometry.scale * 1.4426950408889634
+
+    @property
+    def signature(self) -> tuple[tuple[str, str], ...]:
+        """(argument, Triton type) in launch order."""
+        data = DTYPES[self.geometry.dtype].triton
+        names = {"data": data, "f32": "fp32", "i32": "i32", "i64": "i64"}
+        return tuple(
+            (a.name, f"*{names[a.dtype]}" if a.kind == "pointer" else a.kind) for a in ARGUMENTS[self.family]
+        )
+
+    @property
+    def divisibility(self) -> tuple[tuple[int, int], ...]:
+        """(argument index, divisor) promised to the compiler: bytes for pointers, elements for strides."""
+        if not self.aligned:
+            return ()
+        elements = self.geometry.alignment // self.geometry.itemsize
+        promised = (
+            (i, 16 if a.kind == "pointer" else elements) for i, a in enumerate(ARGUMENTS[self.family]) if a.aligned
+        )
+        return tuple((i, divisor) for i, divisor in promised if divisor > 1)

@@ -1,0 +1,155 @@
+"""Builds the stand-in driver libraries and fake generated packages for the tests of the launcher; no GPU is
+touched.
+
+A fake package is a copy of specgen/runtime with a hand-made manifest, arbitrary bytes as binaries, and a
+small Triton kernel as every module. Its import name is new each time, so that no test sees another's state.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUNTIME = REPOSITORY / "specgen" / "runtime"
+_names = itertools.count()
+
+# The arguments of merge_states: what it computes is its own, so that a test can tell that it ran.
+KERNEL = '''"""A kernel of a fake package."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def {symbol}(out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, num_rows):
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        tl.store(lse_ptr + row, tl.load(lse_a_ptr + row) + tl.load(lse_b_ptr + row))
+'''
+
+
+def compile_shared(source: Path, output: Path, *flags: str) -> Path:
+    """Compile one C file into a shared library."""
+    command = [
+        "cc",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        *flags,
+        str(source),
+        "-o",
+        str(output),
+    ]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return output
+
+
+def build_extension(folder: Path) -> Path:
+    """_launch.abi3.so as the wheel step builds it."""
+    include = sysconfig.get_path("include")
+    return compile_shared(RUNTIME / "_launch.c", folder / "_launch.abi3.so", f"-I{include}")
+
+
+class Standin:
+    """A stand-in library: its path, its settings and its log."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.library = ctypes.CDLL(str(path))
+        self.library.standin_log.restype = ctypes.c_char_p
+
+    def reset(self, **settings: int) -> None:
+        """Forget the log and set what a test needs, other settings back to their defaults."""
+        self.library.standin_reset()
+        self.set(**settings)
+
+    def set(self, **settings: int) -> None:
+        for name, value in settings.items():
+            assert self.library.standin_set(name.encode(), value) == 0, name
+
+    def kinds(self, kinds: str) -> None:
+        """Say of what kinds ("p", "i", "l") the next launches' parameters are."""
+        self.library.standin_kinds(kinds.encode())
+
+    @property
+    def log(self) -> list[str]:
+        return self.library.standin_log().decode().splitlines()
+
+    def logged(self, word: str) -> list[str]:
+        """Lines of the log that begin with `word`."""
+        return [line for line in self.log if line.startswith(word)]
+
+    @property
+    def launches(self) -> list[dict[str, str]]:
+        """The launches, each as its fields: function, grid, block, shared, stream, extra, on, args."""
+        lines = [line for line in self.log if "LaunchKernel" in line]
+        return [dict(field.split("=", 1) for field in line.split()[1:]) for line in lines]
+
+
+def build_standins(folder: Path) -> tuple[Standin, Standin]:
+    """(CUDA, HIP), compiled against the drivers' own headers, which Triton brings along."""
+    triton = importlib.util.find_spec("triton")
+    backends = Path(triton.origin).parent / "backends"
+    here = Path(__file__).parent
+    cuda = compile_shared(here / "libcuda.c", folder / "libcuda.so.1", f"-I{backends / 'nvidia' / 'include'}")
+    flags = (f"-isystem{backends / 'amd' / 'include'}", "-D__HIP_PLATFORM_AMD__")
+    hip = compile_shared(here / "libamdhip64.c", folder / "libamdhip64.so", *flags)
+    return Standin(cuda), Standin(hip)
+
+
+def variant(family: str = "merge_states", **binaries: dict) -> dict:
+    """A manifest entry; `binaries` says per architecture what differs from the defaults, "bytes" included."""
+    facts = {"num_warps": 4, "num_stages": 2, "aligned": True, "alignment": 16, "dtype": "bfloat16"}
+    return {"family": family, **facts, "binaries": binaries}
+
+
+def make_package(folder: Path, variants: dict[str, dict], extension: Path | None) -> tuple[Path, dict]:
+    """Write a fake package into `folder`: (its directory, its manifest). Without `extension` it launches
+    through ctypes.
+    """
+    name = f"fake_{next(_names)}_kernels"
+    package = folder / name
+    shutil.copytree(RUNTIME, package / "runtime", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    if extension is not None:
+        shutil.copy(extension, package / "runtime" / "_launch.abi3.so")
+    (package / "__init__.py").write_text('"""A fake package."""\n')
+    (package / "kernels").mkdir()
+    (package / "kernels" / "__init__.py").touch()
+    archs = dict.fromkeys(arch for entry in variants.values() for arch in entry["binaries"])
+    for symbol, entry in variants.items():
+        entry["module"] = f"kernels/{symbol}.py"
+        (package / entry["module"]).write_text(KERNEL.format(symbol=symbol))
+        for arch, binary in entry["binaries"].items():
+            image = binary.pop("bytes", f"{symbol}@{arch}\0 and more".encode())
+            file = Path("binaries") / arch / f"{symbol}.{'hsaco' if arch.startswith('gfx') else 'cubin'}"
+            (package / file).parent.mkdir(parents=True, exist_ok=True)
+            (package / file).write_bytes(image)
+            facts = {
+                "file": str(file),
+                "sha256": hashlib.sha256(image).hexdigest(),
+                "function": f"{symbol}_entry",
+            }
+            entry["binaries"][arch] = {"shared_bytes": 1024, "num_threads": 128, **facts, **binary}
+    manifest = {
+        "format": 1,
+        "package": name,
+        "distribution": name.replace("_", "-"),
+        "oldest_driver": dict.fromkeys(archs, "525.60.13"),
+        "targets": [{"id": arch, "arch": arch} for arch in archs],
+        "variants": variants,
+    }
+    return package, manifest
+
+
+def runtime_module(package: Path, module: str) -> ModuleType:
+    """<package>.runtime.<module>; the package's folder must be on sys.path."""
+    return importlib.import_module(f"{package.name}.runtime.{module}")

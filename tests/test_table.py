@@ -1,0 +1,132 @@
+"""The dispatch table and the sizes: lookup, the proof that rows are total and disjoint, and the formulas."""
+
+from dataclasses import replace
+
+import pytest
+
+from specgen.runtime import sizes
+from specgen.runtime.table import AppendRow, AttentionRow, MergeRow, NoRowError, Table
+
+MAX_TOKENS = 64
+
+
+def attention_rows(arch="sm_90", layer="all", heads=((8, 2), (4, 1)), spec_tokens=4, start=0):
+    rows = []
+    for query_heads, kv_heads in heads:
+        for aligned in (True, False):
+            name = f"{layer}_{query_heads}_{kv_heads}_{'a' if aligned else 'u'}"
+            for low, high, prefill in ((1, spec_tokens, None), (spec_tokens + 1, MAX_TOKENS, f"prefill_{name}")):
+                index = start + len(rows)
+                row = AttentionRow(
+                    index, arch, layer, query_heads, kv_heads, aligned, low, high, f"decode_{name}", prefill, "because"
+                )
+                rows.append(row)
+    return rows
+
+
+def append_rows(arch="sm_90", layer="all"):
+    cases = [(kv_heads, aligned) for kv_heads in (2, 1) for aligned in (True, False)]
+    return [AppendRow(i, arch, layer, kv, aligned, f"append_{kv}_{aligned}", "") for i, (kv, aligned) in enumerate(cases)]
+
+
+def merge_rows(arch="sm_90"):
+    return [MergeRow(i, arch, heads, 16, f"merge_{heads}", "") for i, heads in enumerate((8, 4))]
+
+
+def whole() -> Table:
+    return Table(attention_rows(), append_rows(), merge_rows())
+
+
+def test_total_and_disjoint_and_looked_up_at_every_length():
+    table = whole()
+    assert table.faults(MAX_TOKENS) == []
+    for row in table.attention_rows:
+        for length in range(row.min_query_len, row.max_query_len + 1):
+            found = table.attention("sm_90", "all", row.query_heads, row.kv_heads, row.aligned, length)
+            assert found is row
+    assert table.layers == ("all",) and table.archs == ("sm_90",) and table.heads("all") == ((8, 2), (4, 1))
+    assert table.append("sm_90", "all", 1, False).symbol == "append_1_False"
+    assert table.merge("sm_90", 4, 16).symbol == "merge_4"
+
+
+def test_list_order_never_decides():
+    rows = attention_rows()
+    forward, backward = Table(rows), Table(rows[::-1])
+    for length in (1, 4, 5, MAX_TOKENS):
+        key = ("sm_90", "all", 8, 2, True, length)
+        assert forward.attention(*key) is backward.attention(*key)
+
+
+def test_launch_order_is_prefill_then_decode():
+    row = whole().attention("sm_90", "all", 8, 2, True, 5)
+    assert row.symbols == (row.prefill, row.decode)
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (lambda rows: rows[:1] + rows[2:], "query lengths 5..64 have no row"),
+        (lambda rows: rows[1:], "query lengths 1..4 have no row"),
+        (lambda rows: [replace(rows[0], max_query_len=2), *rows[1:]], "query lengths 3..4 have no row"),
+        (lambda rows: [rows[0], replace(rows[1], max_query_len=63), *rows[2:]], "query lengths 64..64 have no row"),
+        (lambda rows: [replace(rows[0], decode=None), *rows[1:]], "row 0 launches nothing"),
+        (lambda rows: rows[:2] + rows[4:], "8/2 unaligned: query lengths 1..64 have no row"),
+        (lambda rows: [replace(rows[0], index=7), *rows[1:]], "row 7 stands at place 0"),
+        (lambda rows: [replace(rows[0], min_query_len=1, max_query_len=0), *rows[1:]], "row 0 is empty"),
+    ],
+)
+def test_faults_are_found(change, fault):
+    found = Table(change(attention_rows()), append_rows(), merge_rows()).faults(MAX_TOKENS)
+    assert any(fault in text for text in found), found
+
+
+def test_missing_append_and_merge_rows_are_faults():
+    found = Table(attention_rows(), append_rows()[:-1], merge_rows()[:-1]).faults(MAX_TOKENS)
+    assert found == ["sm_90 all 4/1 unaligned: no append_kv row", "sm_90 4 query heads: no merge_states row"]
+
+
+def test_overlaps_are_refused():
+    rows = attention_rows()
+    with pytest.raises(ValueError, match="rows 0 and 1 overlap"):
+        Table([rows[0], replace(rows[1], min_query_len=4), *rows[2:]])
+    with pytest.raises(ValueError, match="append_kv rows 0 and 1 overlap"):
+        Table(rows, [append_rows()[0], replace(append_rows()[0], index=1)])
+    with pytest.raises(ValueError, match="merge_states rows 0 and 1 overlap"):
+        Table(rows, (), [merge_rows()[0], replace(merge_rows()[0], index=1)])
+
+
+@pytest.mark.parametrize(
+    "call, parts",
+    [
+        (lambda t: t.attention("sm_80", "all", 8, 2, True, 1), ["arch sm_80", "sm_90"]),
+        (lambda t: t.attention("sm_90", "local", 8, 2, True, 1), ["layer 'local'", "'all'"]),
+        (lambda t: t.attention("sm_90", "all", 9, 2, True, 1), ["9/2 heads", "8/2, 4/1"]),
+        (lambda t: t.attention("sm_90", "all", 8, 2, True, 65), ["max_query_len 65", "1..4, 5..64"]),
+        (lambda t: t.append("sm_90", "all", 3, True), ["3 kv heads", "all with 2 kv heads on sm_90"]),
+        (lambda t: t.merge("sm_90", 8, 32), ["v_dim 32", "8 heads of 16 on sm_90"]),
+    ],
+)
+def test_no_row(call, parts):
+    with pytest.raises(NoRowError) as error:
+        call(whole())
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+@pytest.mark.parametrize("v_dim, columns", [(1, 16), (16, 16), (17, 32), (72, 128), (128, 128), (192, 256), (256, 256)])
+def test_block_v(v_dim, columns):
+    assert sizes.block_v(v_dim) == columns
+
+
+def test_workspace_size_is_the_maximum_over_decode_variants():
+    wide = {"family": "decode", "ctas_per_multiprocessor": 1, "block_m": 64, "v_dim": 100}
+    many = {"family": "decode", "ctas_per_multiprocessor": 4, "block_m": 16, "v_dim": 16}
+    other = {"family": "prefill", "ctas_per_multiprocessor": 8, "block_m": 128, "v_dim": 256}
+    size = sizes.workspace_size(10, [wide, many, other])
+    assert size == (2 * 10 * 64 * 128, 4 * 10 * 64, 40)
+    assert size.nbytes == 4 * sum(size)
+    assert sizes.workspace_size(10, [other]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("qk, v, item, promised", [(128, 128, 2, 16), (100, 100, 2, 8), (100, 100, 4, 16), (192, 20, 2, 8)])
+def test_alignment(qk, v, item, promised):
+    assert sizes.alignment(qk, v, item) == promised
