@@ -1,8 +1,8 @@
 """Ahead-of-time compiling: jobs in, binaries with facts out, in parallel, without a GPU.
 
-Each worker is a process of its own (`aot_worker`) with a private folder; a thread here feeds it one job at a time, so a worker
-that dies takes one job with it and is replaced. Triton is never imported in this process, and a build that the cache
-answers starts no worker. Touches temporary folders and the cache it is given.
+Each worker is a process of its own (`aot_worker`) with a private folder; a thread here feeds it one job at a
+time, so a worker that dies takes one job with it and is replaced. Triton is never imported in this process,
+and a build that the cache answers starts no worker. Touches temporary folders and the cache it is given.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from specgen.binary import Binary, CompileJob
@@ -33,7 +34,17 @@ _FACTS = 1  # of the facts in a Binary: raise it when how they are read changes
 _TIME_LIMIT = 900.0  # seconds for one kernel
 _PAUSE = 0.05  # seconds before looking again whether another process has finished a kernel
 # What changes Triton's output or its speed; a build must not depend on the user's environment.
-_SCRUBBED = ("TRITON_", "AMDGCN_", "LLVM_", "MLIR_", "NVPTX_", "PTXAS_", "DISABLE_", "USE_IR_LOC", "PYTHONPATH")
+_SCRUBBED = (
+    "TRITON_",
+    "AMDGCN_",
+    "LLVM_",
+    "MLIR_",
+    "NVPTX_",
+    "PTXAS_",
+    "DISABLE_",
+    "USE_IR_LOC",
+    "PYTHONPATH",
+)
 
 
 class _Failure(Exception):
@@ -50,19 +61,22 @@ def compile_all(
 ) -> dict[Key, Binary]:
     """Compiles every job; returns {(symbol, arch): binary} in the order of `jobs`.
 
-    `workers` processes (default: the CPUs this process may use) share the work, the largest sources first. With a `cache`, known binaries
-    are taken from it, and processes that build the same kernels at the same time divide them. `progress(done, total, symbol,
-    arch)` is called in the caller's thread after each job. A kernel that takes longer than `time_limit` seconds fails.
+    `workers` processes (default: the CPUs this process may use) share the work, the largest sources first.
+    With a `cache`, known binaries are taken from it, and processes that build the same kernels at the same
+    time divide them. `progress(done, total, symbol, arch)` is called in the caller's thread after each job. A
+    kernel that takes longer than `time_limit` seconds fails.
 
-    Raises BuildError with one line for each failure (a compile error, a worker that died, a budget exceeded) after all jobs ran;
-    ValueError for two different jobs of one (symbol, arch).
+    Raises BuildError with one line for each failure (a compile error, a worker that died, a budget exceeded)
+    after all jobs ran; ValueError for two different jobs of one (symbol, arch).
     """
     order: dict[Key, CompileJob] = {}
     for job in jobs:
         if order.setdefault((job.symbol, job.arch), job) != job:
             raise ValueError(f"two different jobs for {job.symbol} on {job.arch}")
         if job.arch not in ARCH_LIMITS:
-            raise BuildError(f"{job.symbol}: unknown architecture {job.arch!r}; known: {', '.join(ARCH_LIMITS)}")
+            raise BuildError(
+                f"{job.symbol}: unknown architecture {job.arch!r}; known: {', '.join(ARCH_LIMITS)}"
+            )
     keys = {pair: job_key(job) for pair, job in order.items()}
     found: dict[Key, Binary | str] = {}
 
@@ -89,11 +103,11 @@ def compile_all(
 
 
 def job_key(job: CompileJob) -> str:
-    """The cache key of a job: everything that decides its binary, nothing else (targets and limits do not)."""
+    """The cache key of a job: all that decides its binary, nothing else (targets and limits do not)."""
     return cache_key(
         {
             "kind": "binary",
-            "facts": _FACTS,
+            "facts": [_FACTS, *(field.name for field in fields(Binary))],
             "symbol": job.symbol,
             "arch": job.arch,
             "source": job.source,
@@ -233,7 +247,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # so that killing it takes ptxas along, and a Ctrl-C reaches the parent alone
+                start_new_session=True,  # killing it takes ptxas along; a Ctrl-C reaches the parent alone
             )
 
     def compile(self, job: CompileJob, time_limit: float) -> Binary:

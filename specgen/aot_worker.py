@@ -1,7 +1,7 @@
 """The process that runs Triton: takes pickled jobs on standard input, answers with binaries or error texts.
 
-Started by `aot` with a private folder as its only argument; everything that it or Triton writes stays there. Whatever Triton
-prints goes to the log (standard error), where the reason of a failure is looked for.
+Started by `aot` with a private folder as its only argument; everything that it or Triton writes stays there.
+Whatever Triton prints goes to the log (standard error), where the reason of a failure is looked for.
 """
 
 import contextlib
@@ -21,11 +21,13 @@ from specgen.errors import BuildError
 from specgen.toolchain import assembler, is_nvidia
 
 _PTXAS_SHARED = re.compile(r"uses too much shared data \(0x([0-9a-f]+) bytes, 0x([0-9a-f]+) max\)")
-_ERROR_LINE = re.compile(r"\b(?:error|fatal)\b\s*:\s*(.+)|^(LLVM ERROR.*|.*Assertion .* failed.*)", re.IGNORECASE)
+_ERROR_LINE = re.compile(
+    r"\b(?:error|fatal)\b\s*:\s*(.+)|^(LLVM ERROR.*|.*Assertion .* failed.*)", re.IGNORECASE
+)
 
 
 def main() -> None:
-    """Answers jobs until standard input ends, then removes the folder: nothing stays behind if `aot` was killed."""
+    """Answers jobs until standard input ends, then removes the folder, also if `aot` was killed."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # Triton prints whole PTX files on an error
     folder = Path(sys.argv[1])
@@ -53,13 +55,19 @@ def answer_job(job: CompileJob, folder: Path) -> Binary | str:
         sys.stdout.flush()
         log = (folder / "log").read_text(errors="replace")
         needed = _shared_needed(error, log)
-        return resources.shared_message(job, needed) if needed else f"{job.title}: {first_useful_line(error, log)}"
+        return (
+            resources.shared_message(job, needed)
+            if needed
+            else f"{job.title}: {first_useful_line(error, log)}"
+        )
 
 
 def first_useful_line(error: BaseException, log: str) -> str:
-    """What is wrong, in one line: the message of Triton's error with the source line, or else the first error in its log."""
+    """What is wrong, in one line: Triton's message with the source line, or the first error in its log."""
     root = error
-    while root.__cause__ is not None and hasattr(root.__cause__, "node"):  # from the call into a helper to the helper
+    while root.__cause__ is not None and hasattr(
+        root.__cause__, "node"
+    ):  # from the call into a helper to the helper
         root = root.__cause__
     place = _place(root)
     message = getattr(root, "error_message", None) or str(root)
@@ -96,18 +104,24 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
     from triton.compiler import ASTSource, make_backend
 
     nvidia = is_nvidia(job.arch)
-    target = GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32) if nvidia else GPUTarget("hip", job.arch, 64)
+    target = (
+        GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32) if nvidia else GPUTarget("hip", job.arch, 64)
+    )
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **dict(job.options)}
     unknown = options.keys() - type(make_backend(target).parse_options({})).__dataclass_fields__.keys()
     if unknown:
-        raise BuildError(f"Triton {triton.__version__} has no option {', '.join(sorted(unknown))} for {job.arch}")
+        raise BuildError(
+            f"Triton {triton.__version__} has no option {', '.join(sorted(unknown))} for {job.arch}"
+        )
 
     function = getattr(_load(job, folder), job.symbol, None)
     if not isinstance(function, triton.JITFunction):
         raise BuildError(f"the module defines no @triton.jit function {job.symbol}")
     names = [name for name, _ in job.signature]
     if list(function.arg_names) != names:
-        raise BuildError(f"the function takes ({', '.join(function.arg_names)}), the signature has ({', '.join(names)})")
+        raise BuildError(
+            f"the function takes ({', '.join(function.arg_names)}), the signature has ({', '.join(names)})"
+        )
 
     attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in job.divisibility}
     source = ASTSource(function, dict(job.signature), constexprs={}, attrs=attributes)
@@ -134,7 +148,8 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
         occupancy=resources.occupancy(job.arch, **block),
         stack_bytes=usage.stack_bytes,
         scalar_spills=usage.scalar_spills,
-        scratch_bytes=(getattr(metadata, "global_scratch_size", 0) or 0) + (metadata.profile_scratch_size or 0),
+        scratch_bytes=(getattr(metadata, "global_scratch_size", 0) or 0)
+        + (metadata.profile_scratch_size or 0),
         assembler=assembler(job.arch),
     )
 

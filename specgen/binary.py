@@ -1,4 +1,4 @@
-"""What goes into the ahead-of-time compiler and what comes out: a job and a binary with its facts. Frozen data; imports nothing."""
+"""A job for the ahead-of-time compiler, and the binary that it makes, with facts. Frozen data; imports nothing."""
 
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -8,10 +8,11 @@ from hashlib import sha256
 class CompileJob:
     """One kernel for one architecture.
 
-    `source` is the text of a module that defines the `@triton.jit` function `symbol`; `signature` its arguments in order as
-    (name, Triton type), such as ("q_ptr", "*bf16") or ("num_seqs", "i32"); `divisibility` promises (argument index, divisor).
-    `options` are further compiler options of the vendor, such as ("waves_per_eu", 2) or ("maxnreg", 128). `shared_limit` is
-    the shared memory in bytes that one block may use on the smallest of the GPUs `targets` (ids, used in messages).
+    `source` is the text of a module that defines the `@triton.jit` function `symbol`; `signature` its
+    arguments in order as (name, Triton type), such as ("q_ptr", "*bf16") or ("num_seqs", "i32");
+    `divisibility` promises (argument index, divisor). `options` are further compiler options of the vendor,
+    such as ("waves_per_eu", 2) or ("maxnreg", 128). `shared_limit` is the shared memory in bytes that one
+    block may use on the smallest of the GPUs `targets` (ids, used in messages).
     """
 
     symbol: str
@@ -35,11 +36,12 @@ class CompileJob:
 class Binary:
     """A compiled kernel and the facts read from it.
 
-    Sizes are in bytes: `shared_bytes` per block (dynamic: what a launch asks for), `stack_bytes` per thread. `registers` per
-    thread (AMD: vector registers, accumulation registers included). `spill_bytes` are the bytes that the spill stores of one
-    thread write, as `ptxas -v` counts them: each store in the code once. `main_loop_spills` are the bytes that spill loads and stores move in one
-    pass of a main loop (see `loops.main_loops`). `scalar_spills` are the scalar registers that AMD's compiler spilled (to
-    lanes of vector registers, mostly). `occupancy` is how many blocks registers, shared memory and threads let one
+    Sizes are in bytes: `shared_bytes` per block (dynamic: what a launch asks for), `stack_bytes` per thread.
+    `registers` per thread (AMD: vector registers, accumulation registers included). `spill_bytes` are the
+    bytes that the spill stores of one thread write, as `ptxas -v` counts them: each store in the code once.
+    `main_loop_spills` are the bytes that spill loads and stores move in one pass of a main loop (see
+    `loops.main_loops`). `scalar_spills` are the scalar registers that AMD's compiler spilled (to lanes of
+    vector registers, mostly). `occupancy` is how many blocks registers, shared memory and threads let one
     multiprocessor hold. `scratch_bytes` and `tensor_memory_columns` are what a launch would have to provide.
     """
 

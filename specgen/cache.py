@@ -1,8 +1,9 @@
 """A content-addressed store of build results that any number of processes may share.
 
-A key is a sha256 over everything that decides a result; a value is a small JSON object and bytes, in one file with a digest.
-Publishing is atomic (a temporary file in the same folder, then a rename). A damaged entry counts as absent and is
-overwritten. A folder that cannot be written only costs the caching, with one warning. Touches nothing outside its folder.
+A key is a sha256 over everything that decides a result; a value is a small JSON object and bytes, in one file
+with a digest. Publishing is atomic (a temporary file in the same folder, then a rename). A damaged entry
+counts as absent and is overwritten. A folder that cannot be written only costs the caching, with one warning.
+Touches nothing outside its folder.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ def default_folder() -> Path:
 
 
 def cache_key(content: Mapping[str, object]) -> str:
-    """Key of a result: sha256 over the canonical JSON of what decides it. Paths and times must not be in it."""
+    """Key of a result: sha256 over canonical JSON of what decides it; never paths or times."""
     canonical = json.dumps({"format": FORMAT, **content}, sort_keys=True, separators=(",", ":"))
     return sha256(canonical.encode()).hexdigest()
 
@@ -41,7 +42,7 @@ def _warn(message: str) -> None:
 
 
 class Cache:
-    """The store in `folder` (default: `default_folder()`). `warn` gets at most one message: that nothing can be written."""
+    """The store in `folder` (default: `default_folder()`). `warn` is told once if it cannot be written."""
 
     def __init__(self, folder: Path | None = None, *, warn: Callable[[str], None] | None = None):
         self.folder = Path(folder) if folder is not None else default_folder()
@@ -91,13 +92,16 @@ class Cache:
     def claim(self, key: str) -> Iterator[bool]:
         """Whether this process is the one to make `key` now: False while another does.
 
-        Held inside the `with` block and released by the system if the process dies. Where locks do not work (a folder that
-        cannot be written, some network file systems), everyone may: the work is then done twice, and stays right.
+        Held inside the `with` block and released by the system if the process dies. Where locks do not work
+        (a folder that cannot be written, some network file systems), everyone may: the work is then done
+        twice, and stays right.
         """
         try:
             folder = self.folder / "locks"
             folder.mkdir(parents=True, exist_ok=True)
-            file = open(folder / key[:3], "ab")  # a fixed set of 4096: lock files cannot be removed without a race
+            file = open(
+                folder / key[:3], "ab"
+            )  # a fixed set of 4096: lock files cannot be removed without a race
         except OSError as error:
             self._cannot_write(error)
             yield True

@@ -191,7 +191,7 @@ def _explain(options) -> None:
 def _verify(options) -> int:
     from specgen import pipeline
 
-    differences = pipeline.verify(options.wheel, cache=_cache())
+    differences = pipeline.verify(options.wheel)
     for difference in differences:
         _out.print(str(difference), markup=False)
     if not differences:

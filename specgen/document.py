@@ -1,8 +1,8 @@
 """A YAML file as plain data that remembers where every field stands, and its check against a Pydantic model.
 
-The subset is what configuration needs: one document, YAML 1.2 core scalars, no tags, anchors or aliases, text keys, each
-key once. The nesting depth and the size are bounded, so a hostile file costs no more than its own length.
-Imports only nouns; reads the one file that it is given.
+The subset is what configuration needs: one document, YAML 1.2 core scalars, no tags, anchors or aliases, text
+keys, each key once. The nesting depth and the size are bounded, so a hostile file costs no more than its own
+length. Imports only nouns; reads the one file that it is given.
 """
 
 import re
@@ -29,7 +29,7 @@ from ruamel.yaml.reader import ReaderError
 from .errors import Diagnostic, SpecError, shown
 from .explanations import explain, meant
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 64 << 10  # a spec has a few KB; what a hostile file can cost is bounded by this
 MAX_DEPTH = 16
 
 Position = tuple[int, int]  # line and column, from 1
@@ -47,9 +47,10 @@ _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 class Document:
     """A parsed file. `data` holds dict, list, str, int, float, bool and None only.
 
-    `positions` gives where a field begins: the key for an entry of a mapping, the value for an item of a list. `values`
-    gives where its value begins. The keys of both are paths such as ("attention", 0, "kv_heads"); the root is ().
-    `problems` are mistakes found while reading that did not stop it (duplicate keys).
+    `positions` gives where a field begins: the key for an entry of a mapping, the value for an item of a
+    list. `values` gives where its value begins. The keys of both are paths such as ("attention", 0,
+    "kv_heads"); the root is (). `problems` are mistakes found while reading that did not stop it (duplicate
+    keys).
     """
 
     path: str
@@ -60,12 +61,16 @@ class Document:
     problems: tuple[Diagnostic, ...]
 
     def validate(self, model: type[Model], **extra: object) -> Model:
-        """The document as a `model`, with the fields of `extra` added to its root; raises SpecError with every mistake."""
+        """The document as a `model`, with the fields of `extra` added to its root; raises SpecError with
+        every mistake.
+        """
         problems = list(self.problems)
         if not isinstance(self.data, dict):
             came = "the file is empty" if self.data is None else f"got {shown(self.data)}"
             line, column = self.values.get((), (1, 1))
-            raise SpecError([*problems, Diagnostic(self.path, line, column, "", f"needs a mapping of fields; {came}")])
+            raise SpecError(
+                [*problems, Diagnostic(self.path, line, column, "", f"needs a mapping of fields; {came}")]
+            )
         try:
             result = model.model_validate(self.data | extra)
         except ValidationError as error:
@@ -96,7 +101,7 @@ def dotted(path: FieldPath) -> str:
 
 
 def read(path: str | PathLike[str]) -> Document:
-    """The YAML file `path` as a Document; raises SpecError with one clear line if it is not a readable one."""
+    """The YAML file `path` as a Document; raises SpecError with one line where that cannot be."""
     name = str(path)
     return parse(name, decode(name, read_bytes(path)))
 
@@ -105,25 +110,29 @@ def _fault(name: str, message: str) -> SpecError:
     return SpecError([Diagnostic(name, None, None, "", message)])
 
 
-def read_bytes(path: str | PathLike[str]) -> bytes:
-    """The bytes of `path`, at most MAX_BYTES; raises SpecError where it is missing, a folder, unreadable or too large."""
+def read_bytes(path: str | PathLike[str], limit: int = MAX_BYTES) -> bytes:
+    """The bytes of `path`, at most `limit`; raises SpecError where it is missing, a folder, unreadable or
+    too large.
+    """
     name = str(path)
     try:
         if Path(path).is_dir():
             raise _fault(name, "is a folder; needs a file")
         with open(path, "rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+            data = stream.read(limit + 1)
     except FileNotFoundError:
         raise _fault(name, "no such file") from None
     except (OSError, ValueError) as error:
         raise _fault(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > MAX_BYTES:
-        raise _fault(name, f"is larger than {MAX_BYTES} bytes")
+    if len(data) > limit:
+        raise _fault(name, f"is larger than {limit} bytes")
     return data
 
 
 def decode(name: str, data: bytes) -> str:
-    """UTF-8 bytes as text, a byte order mark left out; raises SpecError that gives line and column of the first bad byte."""
+    """UTF-8 bytes as text, a byte order mark left out; raises SpecError that gives line and column of the
+    first bad byte.
+    """
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -139,7 +148,9 @@ def place_of(before: str) -> Position:
 
 
 def parse(name: str, text: str) -> Document:
-    """YAML text as a Document (`name` is the path that its errors give); raises SpecError where it is not in the subset."""
+    """YAML text as a Document (`name` is the path that its errors give); raises SpecError where it is not in
+    the subset.
+    """
     builder = _Builder(name)
     try:
         for event in YAML(typ="safe", pure=True).parse(text):
@@ -153,7 +164,11 @@ def parse(name: str, text: str) -> Document:
         builder.stop(Diagnostic(name, line, column, "", message, hint))
     except ReaderError as error:
         line, column = place_of(text[: error.position])
-        builder.stop(Diagnostic(name, line, column, "", f"not valid YAML: character {error.character!r} is not allowed"))
+        builder.stop(
+            Diagnostic(
+                name, line, column, "", f"not valid YAML: character {error.character!r} is not allowed"
+            )
+        )
     except (YAMLError, ValueError, AttributeError, NotImplementedError) as error:
         builder.stop(Diagnostic(name, 1, 1, "", f"not valid YAML: {error}"))
     return Document(name, text, builder.root, builder.positions, builder.values, tuple(builder.problems))
@@ -243,7 +258,9 @@ class _Builder:
             if not top.skip:
                 line, column = self.positions[path]
                 message = f"duplicate key; it is given first at {line}:{column}"
-                self.problems.append(Diagnostic(self.name, *place, dotted(path), message, "keep one of the two"))
+                self.problems.append(
+                    Diagnostic(self.name, *place, dotted(path), message, "keep one of the two")
+                )
             top.skip = True
         elif not top.skip:
             self.positions[path] = place
@@ -265,7 +282,9 @@ class _Builder:
 
 
 def scalar(text: str) -> object:
-    """A plain scalar by the YAML 1.2 core schema: `1e-4` is a float, `no` and `1_000` are text, `.nan` is a float."""
+    """A plain scalar by the YAML 1.2 core schema: `1e-4` is a float, `no` and `1_000` are text, `.nan` is a
+    float.
+    """
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):

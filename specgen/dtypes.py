@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: `name` in specs and in torch, `short` in symbols, `triton` in kernel signatures; bytes each."""
+    """An element type: `name` in specs and in torch, `short` in symbols, `triton` in kernel signatures; bytes
+    each.
+    """
 
     name: str
     short: str

@@ -7,22 +7,25 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+MAX_LINES = 100  # of one SpecError: a damaged file may have thousands of mistakes
+
 
 class SpecgenError(Exception):
     """An error meant for the user; its text is complete and needs no traceback."""
 
 
 class BuildError(SpecgenError):
-    """A valid spec that cannot be built: an unimplemented field, a budget that is exceeded, a failed compile."""
+    """A valid spec that cannot be built: an unimplemented field, an exceeded budget, a failed compile."""
 
 
 @dataclass(frozen=True)
 class Diagnostic:
     """One mistake in one file.
 
-    `path` is the file as the user named it. `line` and `column` count from 1; both are None where the mistake has no
-    place in the text (a missing file). `field` is the dotted path of the field, list items by index, or "" for the
-    whole document. `str()` is one line: `specs/x.yaml:6:13: attention.0.kv_head: unknown field; did you mean 'kv_heads'?`
+    `path` is the file as the user named it. `line` and `column` count from 1; both are None where the mistake
+    has no place in the text (a missing file). `field` is the dotted path of the field, list items by index,
+    or "" for the whole document. `str()` is one line: `specs/x.yaml:6:13: attention.0.kv_head: unknown field;
+    did you mean 'kv_heads'?`
     """
 
     path: str
@@ -43,7 +46,10 @@ class SpecError(SpecgenError):
 
     def __init__(self, diagnostics: Iterable[Diagnostic]):
         self.diagnostics = tuple(sorted(diagnostics, key=lambda d: (d.line or 0, d.column or 0)))
-        super().__init__("\n".join(str(diagnostic) for diagnostic in self.diagnostics))
+        lines = [str(diagnostic) for diagnostic in self.diagnostics[:MAX_LINES]]
+        if more := len(self.diagnostics) - len(lines):
+            lines.append(f"... and {more} more mistakes")
+        super().__init__("\n".join(lines))
 
 
 def one_line(text: str) -> str:

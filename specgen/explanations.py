@@ -1,4 +1,5 @@
-"""A Pydantic mistake in the words of this project: what came, what is needed, and a hint for a misspelt field.
+"""A Pydantic mistake in the words of this project: what came, what is needed, and a hint for a misspelt
+field.
 
 Nouns only: imports Pydantic and errors.py, touches no file.
 """
@@ -68,7 +69,9 @@ def explain(mistake: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
         return f"needs {_needed(model, path, _NEEDS[kind])}, got {shown(came)}", _off_hint(model, path, came)
     if kind == "literal_error":
         allowed = [choice.strip("'") for choice in _choices(context["expected"])]
-        return f"needs {_or(allowed)}, got {shown(came)}", near(came, allowed) if isinstance(came, str) else None
+        return f"needs {_or(allowed)}, got {shown(came)}", (
+            near(came, allowed) if isinstance(came, str) else None
+        )
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         return f"needs {words} {context[key]:g}, got {shown(came)}", _off_hint(model, path, came)
@@ -81,7 +84,9 @@ def explain(mistake: ErrorDetails, model: type[BaseModel]) -> tuple[str, str | N
 
 
 def meant(mistake: ErrorDetails, model: type[BaseModel]) -> tuple[str | int, ...] | None:
-    """The path of the field that an unknown one was meant to be, where its name tells; its absence is no second mistake."""
+    """The path of the field that an unknown one was meant to be, where its name tells; its absence is no
+    second mistake.
+    """
     path = mistake["loc"]
     here = _model_at(model, path[:-1]) if mistake["type"] == "extra_forbidden" else None
     names = _meant_here(str(path[-1]), list(here.model_fields)) if here else []
@@ -160,5 +165,7 @@ def _needed(model: type[BaseModel], path: tuple[str | int, ...], words: str) -> 
 
 
 def _off_hint(model: type[BaseModel], path: tuple[str | int, ...], came: object) -> str | None:
-    off = came in (0, -1, False) or (isinstance(came, str) and came.lower() in ("none", "off", "no", "false", "null", "nil"))
+    off = came in (0, -1, False) or (
+        isinstance(came, str) and came.lower() in ("none", "off", "no", "false", "null", "nil")
+    )
     return "write null to switch it off" if off and _optional(model, path) else None

@@ -1,7 +1,7 @@
 """Bounds and value checks of single spec fields.
 
-Nouns only: imports nothing but errors.py, touches no file. A check returns the value in canonical form or raises ValueError
-whose text says what is needed and what came.
+Nouns only: imports nothing but errors.py, touches no file. A check returns the value in canonical form or
+raises ValueError whose text says what is needed and what came.
 """
 
 import keyword
@@ -21,14 +21,20 @@ _SLICE = re.compile(r"([0-9]{0,4}):([0-9]{0,4})(?::([0-9]{0,4}))?")
 LAYERS_SCHEMA = {
     "anyOf": [
         {"const": "all"},
-        {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_LAYERS - 1}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": MAX_LAYERS - 1},
+            "minItems": 1,
+        },
         {"type": "string", "pattern": "^[0-9]*:[0-9]*(:[0-9]*)?$"},
     ]
 }
 
 
 def check_identifier(name: str) -> str:
-    """A name that may become part of an identifier in generated code: lower case words joined by single underscores."""
+    """A name that may become part of an identifier in generated code: lower case words joined by single
+    underscores.
+    """
     if len(name) > MAX_NAME:
         raise ValueError(f"needs at most {MAX_NAME} characters, got {len(name)}")
     if not _IDENTIFIER.fullmatch(name):
@@ -57,7 +63,9 @@ def listed(value: object) -> object:
 
 
 def check_layers(value: object) -> str | tuple[int, ...]:
-    """`layers` in canonical form: "all", a tuple of distinct indices, or a slice text that selects at least one layer."""
+    """`layers` in canonical form: "all", a tuple of distinct indices, or a slice text that selects at least
+    one layer.
+    """
     if value == "all" and isinstance(value, str):
         return value
     if isinstance(value, str):

@@ -1,6 +1,8 @@
-"""import_config(path): a model's published config.json as the text of a commented spec, to be reviewed by its user.
+"""import_config(path): a model's published config.json as the text of a commented spec, to be reviewed by its
+user.
 
-Imports only nouns and its own parts (hf_config, hf_facts, hf_layers, hf_models); reads the one file that it is given.
+Imports only nouns and its own parts (hf_config, hf_facts, hf_layers, hf_models); reads the one file that it
+is given.
 """
 
 import hashlib
@@ -21,6 +23,7 @@ from .spec import Spec
 DEFAULT_SCHEMA = "spec.schema.json"
 DEFAULT_TARGETS = ("h200", "mi300x")
 MAX_LINE = 160
+MAX_CONFIG_BYTES = 4 << 20  # label tables make some files long
 
 
 def import_config(
@@ -34,14 +37,15 @@ def import_config(
 ) -> str:
     """The spec text for `path`, a config.json or a folder that holds one.
 
-    `name` is the spec's name, by default made from the model's. `schema` is what editors are pointed at, a path relative to the
-    place of the spec. `model_type` and `dtype` stand in for keys that the file lacks. Raises SpecError with one clear line for a
-    file that is missing or damaged, and for a model that a spec cannot describe, with the reason.
+    `name` is the spec's name, by default made from the model's. `schema` is what editors are pointed at, a
+    path relative to the place of the spec. `model_type` and `dtype` stand in for keys that the file lacks.
+    Raises SpecError with one clear line for a file that is missing or damaged, and for a model that a spec
+    cannot describe, with the reason.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if file != Path(path) and not file.exists():
         raise _error(path, None, "", "is a folder without config.json; needs a model folder or a config file")
-    data = read_bytes(file)
+    data = read_bytes(file, MAX_CONFIG_BYTES)
     config = _parse(str(file), decode(str(file), data))
     try:
         facts = read_facts(config, model_type, dtype)
@@ -64,7 +68,9 @@ def import_config(
         parse(str(file), text).validate(Spec)
     except SpecError as error:
         first = error.diagnostics[0]
-        raise _error(file, None, "", f"a spec cannot hold this model: {first.field}: {first.message}") from None
+        raise _error(
+            file, None, "", f"a spec cannot hold this model: {first.field}: {first.message}"
+        ) from None
     return text
 
 
@@ -86,7 +92,11 @@ def _parse(path: str, text: str) -> Mapping[str, Any]:
         config = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         end = text.rstrip()
-        cut = "; the file ends too early" if error.pos >= len(end) or error.msg.startswith("Unterminated") else ""
+        cut = (
+            "; the file ends too early"
+            if error.pos >= len(end) or error.msg.startswith("Unterminated")
+            else ""
+        )
         message = "the file is empty" if not end else f"not valid JSON: {error.msg}{cut}"
         raise _error(path, (error.lineno, error.colno), "", message) from None
     except (RecursionError, ValueError) as error:
@@ -125,16 +135,18 @@ def _name(origin: str) -> str:
         return f"{name}_model"[:MAX_NAME]
 
 
-def _text(facts: Facts, name: str, origin: str, digest: str, schema: str, targets: tuple[str, ...]) -> Iterator[str]:
+def _text(
+    facts: Facts, name: str, origin: str, digest: str, schema: str, targets: tuple[str, ...]
+) -> Iterator[str]:
     notes = facts.notes
     yield f"# yaml-language-server: $schema={one_line(schema)}"
     yield f"# Attention of {one_line(origin)}."
-    yield "# Written by `specgen init` from its config.json: a comment names the key that a value came from, `inferred` marks what"
-    yield "# the file does not say. Review it, then it is yours."
+    yield "# Written by `specgen init` from its config.json: a comment names the key that a value came from,"
+    yield "# `inferred` marks what the file does not say. Review it, then it is yours."
     for remark in facts.remarks:
         yield f"# Note: {one_line(remark.removeprefix('inferred: '))}"
     yield "version: 1"
-    yield f"name: {name}"
+    yield f"name: {_quoted(name)}"
     yield "source:"
     yield f"  config: {_quoted(origin)}"
     yield f"  sha256: {_quoted(digest)}"
@@ -142,7 +154,9 @@ def _text(facts: Facts, name: str, origin: str, digest: str, schema: str, target
     yield "attention:"
     for label, indices, layer in _classes(facts):
         yield from _entry(label, indices, layer, facts)
-    yield _line(f"kv_cache: {{dtype: {facts.dtype}, page_size: 16, layout: NHD}}", "chosen by init: the model's dtype")
+    yield _line(
+        f"kv_cache: {{dtype: {facts.dtype}, page_size: 16, layout: NHD}}", "chosen by init: the model's dtype"
+    )
     yield _line("tensor_parallel: [1]", "chosen by init; each degree gets its own per-rank head counts")
     yield _line(f"targets: [{', '.join(targets)}]", "chosen by init: the GPUs to build for")
     yield "limits:"
@@ -166,7 +180,10 @@ def _entry(label: str, indices: list[int] | None, layer: Layer, facts: Facts) ->
     yield _line(f"    scale: {scale}", scale_note if layer.scale else f"{scale_note}; {default}")
     yield _line(f"    mask: {layer.mask}", notes.get("mask"))
     if layer.window or (layer.kind == "global" and layer.chunk is None and "window_off" in notes):
-        yield _line(f"    sliding_window: {layer.window or 'null'}", notes.get("sliding_window") or notes.get("layers"))
+        yield _line(
+            f"    sliding_window: {layer.window or 'null'}",
+            notes.get("sliding_window") or notes.get("layers"),
+        )
     if layer.chunk or (layer.kind == "global" and "chunk_off" in notes):
         yield _line(f"    chunk: {layer.chunk or 'null'}", notes.get("chunk"))
     if layer.softcap:

@@ -1,4 +1,5 @@
-"""A published model configuration as hf_facts.py and hf_layers.py read it: typed look-ups, and the facts they collect.
+"""A published model configuration as hf_facts.py and hf_layers.py read it: typed look-ups, and the facts they
+collect.
 
 Nouns only: takes the parsed JSON, touches no file.
 """
@@ -16,7 +17,14 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_atten
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "kv_n_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "dim", "model_dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+    "n_ctx",
+)
 
 
 class Refused(Exception):
@@ -29,7 +37,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Layer:
-    """The attention of one layer. `kind` names its class; None scale, window, chunk and softcap are off or the default."""
+    """The attention of one layer. `kind` names its class; None scale, window, chunk and softcap are off or
+    the default.
+    """
 
     kind: str
     query_heads: int
@@ -50,9 +60,10 @@ class Layer:
 class Facts:
     """What a configuration says.
 
-    `layers` are pairs of index and attention; layers without attention are absent, and one with cross attention comes twice.
-    `count` is the number of layers; None where the one entry of `layers` stands for all of them. `notes` gives for each spec
-    field where its value is from, `remarks` are sentences for the reader of the spec.
+    `layers` are pairs of index and attention; layers without attention are absent, and one with cross
+    attention comes twice. `count` is the number of layers; None where the one entry of `layers` stands for
+    all of them. `notes` gives for each spec field where its value is from, `remarks` are sentences for the
+    reader of the spec.
     """
 
     dtype: str = "bfloat16"
@@ -71,7 +82,9 @@ class Config:
         self.defaults = DEFAULTS.get(model_type or "", {})
 
     def find(self, *keys: str) -> tuple[Any, str]:
-        """(value, where from) of the first key that is given and not null, else of the model type's default, else (None, "")."""
+        """(value, where from) of the first key that is given and not null, else of the model type's default,
+        else (None, "").
+        """
         for key in keys:
             if self.data.get(key) is not None:
                 return self.data[key], self.prefix + key
@@ -96,7 +109,11 @@ class Config:
         value, where = self.find(*keys)
         if value is None:
             return None, ""
-        if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < 1e30 and isfinite(value)):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not (0 < value < 1e30 and isfinite(value))
+        ):
             raise Refused(where, f"needs a positive finite number, got {shown(value)}")
         return float(value), where
 

@@ -1,6 +1,8 @@
-"""The attention facts of one published model configuration, each with the key it came from or why it was inferred.
+"""The attention facts of one published model configuration, each with the key it came from or why it was
+inferred.
 
-Pure: takes the parsed JSON, touches no file. A configuration that cannot be a spec raises Refused with the key and the reason.
+Pure: takes the parsed JSON, touches no file. A configuration that cannot be a spec raises Refused with the
+key and the reason.
 """
 
 from collections.abc import Mapping
@@ -10,18 +12,44 @@ from typing import Any
 from .dtypes import DTYPES
 from .errors import shown
 from .fields import MAX_LAYERS
-from .hf_config import HEADS, HIDDEN, KV_HEADS, LAYERS, NESTED, POSITIONS, Config, Facts, Layer, Refused, check_groups
+from .hf_config import (
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    NESTED,
+    POSITIONS,
+    Config,
+    Facts,
+    Layer,
+    Refused,
+    check_groups,
+)
 from .hf_layers import layers_of
-from .hf_models import ALIBI, BIDIRECTIONAL, ENCODER_DECODER, IMAGE_PREFIX, REFUSED, SINKS, TEXT_TYPES, UNKNOWN_KEYS, UNSCALED
+from .hf_models import (
+    ALIBI,
+    BIDIRECTIONAL,
+    ENCODER_DECODER,
+    IMAGE_PREFIX,
+    REFUSED,
+    SINKS,
+    TEXT_TYPES,
+    UNKNOWN_KEYS,
+    UNSCALED,
+)
 
 
 def read_facts(data: Mapping[str, Any], model_type: str | None = None, dtype: str | None = None) -> Facts:
-    """The facts of a parsed config.json. `model_type` and `dtype` stand in where the file has none; raises Refused."""
+    """The facts of a parsed config.json. `model_type` and `dtype` stand in where the file has none; raises
+    Refused.
+    """
     config, outer = _text_config(data, model_type)
     _refuse_other_algorithms(config)
     facts = Facts()
     if outer.get("model_type") in IMAGE_PREFIX and config.data is not outer:
-        facts.remarks.append("image tokens see each other both ways in this model; prefix_ranges is left off here.")
+        facts.remarks.append(
+            "image tokens see each other both ways in this model; prefix_ranges is left off here."
+        )
     _dtype(config, outer, dtype, facts)
     if config.model_type in ENCODER_DECODER or config.data.get("is_encoder_decoder") is True:
         _encoder_decoder(config, facts)
@@ -55,13 +83,19 @@ def _refuse_other_algorithms(config: Config) -> None:
         if key.startswith("blocksparse_") and value not in (None, False):
             raise Refused(key, "block-sparse attention is another algorithm")
     if config.data.get("kv_lora_rank") is not None:
-        raise Refused("kv_lora_rank", "multi-head latent attention keeps one latent per token; no template implements it")
+        raise Refused(
+            "kv_lora_rank",
+            "multi-head latent attention keeps one latent per token; no template implements it",
+        )
     for key in UNKNOWN_KEYS:
         if config.data.get(key) not in (None, False):
             raise Refused(key, f"{shown(config.data[key])}: attention of this kind is not imported")
     position = config.data.get("position_embedding_type")
     if isinstance(position, str) and position.startswith("relative"):
-        raise Refused("position_embedding_type", f"{shown(position)}: a learned relative position bias is not a spec field")
+        raise Refused(
+            "position_embedding_type",
+            f"{shown(position)}: a learned relative position bias is not a spec field",
+        )
 
 
 def _dtype(config: Config, outer: Mapping[str, Any], given: str | None, facts: Facts) -> None:
@@ -78,7 +112,9 @@ def _dtype(config: Config, outer: Mapping[str, Any], given: str | None, facts: F
     if given is not None and given not in DTYPES:
         raise Refused("dtype", f"needs {', '.join(DTYPES)}, got {shown(given)}")
     facts.dtype = given or "bfloat16"
-    facts.notes["dtype"] = "given by the caller; the config has none" if given else "inferred: the config has none"
+    facts.notes["dtype"] = (
+        "given by the caller; the config has none" if given else "inferred: the config has none"
+    )
 
 
 def _positions(config: Config, facts: Facts) -> None:
@@ -116,9 +152,13 @@ def _dims(config: Config, heads: int, facts: Facts) -> tuple[int, int]:
     if dim is None:
         hidden, hidden_key = config.integer(*HIDDEN)
         if hidden is None:
-            raise Refused("", f"gives neither head_dim nor a hidden size; needs one of head_dim, {', '.join(HIDDEN)}")
+            raise Refused(
+                "", f"gives neither head_dim nor a hidden size; needs one of head_dim, {', '.join(HIDDEN)}"
+            )
         if hidden % heads:
-            raise Refused(hidden_key, f"contradiction: {heads} heads do not divide {hidden}, and head_dim is not given")
+            raise Refused(
+                hidden_key, f"contradiction: {heads} heads do not divide {hidden}, and head_dim is not given"
+            )
         dim, where = hidden // heads, f"inferred: {hidden_key} / heads"
     facts.notes["head_dim"] = where
     v_dim, v_where = config.integer("v_head_dim")
@@ -132,7 +172,10 @@ def _kv_heads(config: Config, heads: int, facts: Facts) -> int:
     attention, blocks = config.section("attn_config"), config.data.get("block_configs")
     value, where = config.integer(*KV_HEADS)
     multi_query, flag = config.flag("multi_query", "multi_query_attention")
-    if config.model_type in ("falcon", "RefinedWeb", "RefinedWebModel") and not config.flag("new_decoder_architecture")[0]:
+    if (
+        config.model_type in ("falcon", "RefinedWeb", "RefinedWebModel")
+        and not config.flag("new_decoder_architecture")[0]
+    ):
         if config.data.get("n_head_kv") is not None:
             pass  # the first Falcon 40B, before the architecture had a flag
         elif multi_query:  # num_kv_heads counts only in the new decoder architecture
@@ -169,6 +212,10 @@ def _mask(config: Config, facts: Facts) -> str:
     if config.model_type in BIDIRECTIONAL:
         facts.notes["mask"] = f"inferred: {config.model_type} is an encoder"
         return "bidirectional"
+    names = config.data.get("architectures")
+    if isinstance(names, list) and any(str(name).endswith("ForMaskedLM") for name in names):
+        facts.notes["mask"] = "inferred: architectures names a ForMaskedLM"
+        return "bidirectional"
     facts.notes["mask"] = "inferred: a decoder"
     return "causal"
 
@@ -181,17 +228,24 @@ def _alibi(config: Config, facts: Facts) -> bool:
         if value is None:
             value, where = True, "inferred: attn_config.alibi is not given; the default of mpt"
         if value and attention.data.get("alibi_bias_max", 8) != 8:
-            facts.remarks.append("attn_config.alibi_bias_max is not 8: pass the model's own alibi_slopes to attention().")
+            facts.remarks.append(
+                "attn_config.alibi_bias_max is not 8: pass the model's own alibi_slopes to attention()."
+            )
     if config.model_type in ALIBI:
         value, where = True, f"inferred: {config.model_type} has it; no config key says so"
-    if config.data.get("position_embedding_type") == "alibi" or config.data.get("position_embedding") == "ALIBI":
+    if (
+        config.data.get("position_embedding_type") == "alibi"
+        or config.data.get("position_embedding") == "ALIBI"
+    ):
         value, where = True, "position_embedding_type"
     if config.model_type == "baichuan" and value is None and config.data.get("hidden_size") != 4096:
         value, where = True, "inferred: baichuan above 7B has it; no config key says so"
     if value:
         facts.notes["alibi"] = where
         if config.model_type == "falcon":
-            facts.remarks.append("falcon scales its ALiBi bias with the logits: pass alibi_slopes times the scale.")
+            facts.remarks.append(
+                "falcon scales its ALiBi bias with the logits: pass alibi_slopes times the scale."
+            )
     return bool(value)
 
 
@@ -205,7 +259,9 @@ def _scale(config: Config, qk_dim: int, facts: Facts) -> float | None:
     if value is None:
         value, where = config.section("attn_config").number("softmax_scale")
     if config.flag("scale_attn_by_inverse_layer_idx")[0]:
-        raise Refused("scale_attn_by_inverse_layer_idx", "a scale that differs from layer to layer is not imported")
+        raise Refused(
+            "scale_attn_by_inverse_layer_idx", "a scale that differs from layer to layer is not imported"
+        )
     if config.flag("scale_attn_weights")[0] is False:
         value, where = 1.0, "scale_attn_weights is false"
     if config.model_type in UNSCALED:
@@ -233,7 +289,9 @@ def _encoder_decoder(config: Config, facts: Facts) -> None:
     for key in ("encoder_layers", "decoder_layers"):
         count, where = config.integer(key, *LAYERS[:1])
         if count is None or count > MAX_LAYERS // 2:
-            raise Refused(key, "missing; needed to tell the layers apart" if count is None else "too many layers")
+            raise Refused(
+                key, "missing; needed to tell the layers apart" if count is None else "too many layers"
+            )
         if where.startswith("inferred"):
             facts.remarks.append(f"{where}.")
         counts.append(count)
@@ -246,11 +304,15 @@ def _encoder_decoder(config: Config, facts: Facts) -> None:
     notes["query_heads"] = f"{encoder_key}; {decoder_key}"
     notes["kv_heads"] = "one per query head"
     notes["head_dim"] = f"inferred: {width_key} / heads"
-    notes["mask"] = f"inferred: {config.model_type or 'an encoder-decoder'} has encoder, decoder and cross attention"
+    notes["mask"] = (
+        f"inferred: {config.model_type or 'an encoder-decoder'} has encoder, decoder and cross attention"
+    )
     notes["layers"] = "encoder_layers, decoder_layers: the decoder's are numbered after the encoder's"
     own = Layer("encoder", encoder, encoder, width // encoder, width // encoder, mask="bidirectional")
     causal = Layer("decoder", decoder, decoder, width // decoder, width // decoder)
     cross = replace(causal, kind="cross", mask="bidirectional", cross=True)
     facts.count = sum(counts)
     behind = range(counts[0], facts.count)
-    facts.layers = [(i, own) for i in range(counts[0])] + [(i, layer) for layer in (causal, cross) for i in behind]
+    facts.layers = [(i, own) for i in range(counts[0])] + [
+        (i, layer) for layer in (causal, cross) for i in behind
+    ]

@@ -1,6 +1,7 @@
 """Which layers of a model have a window, a chunk, other head counts, or no attention at all.
 
-Pure: takes a Config and the layer that the model would have without any of these; raises Refused with the key and the reason.
+Pure: takes a Config and the layer that the model would have without any of these; raises Refused with the key
+and the reason.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,11 @@ from typing import Any
 from .errors import shown
 from .fields import MAX_LAYERS
 from .hf_config import LAYERS, Config, Facts, Layer, Refused, check_groups
+from .hf_models import NEED_LAYER_TYPES
 
-Layers = tuple[int | None, list[tuple[int, Layer]]]  # number of layers, None for one that stands for all; index and attention
+Layers = tuple[
+    int | None, list[tuple[int, Layer]]
+]  # number of layers, None for one that stands for all; index and attention
 
 # What `layer_types` may say. "none" has no softmax attention.
 KINDS = {
@@ -64,7 +68,10 @@ def layers_of(config: Config, base: Layer, facts: Facts) -> Layers:
 
 def _two_sided(layer: Layer, facts: Facts) -> Layer:
     if layer.mask == "bidirectional" and (layer.window or layer.chunk):
-        raise Refused(facts.notes.get("sliding_window", "sliding_window"), "a two-sided sliding window is not a spec field")
+        raise Refused(
+            facts.notes.get("sliding_window", "sliding_window"),
+            "a two-sided sliding window is not a spec field",
+        )
     return layer
 
 
@@ -79,11 +86,15 @@ def _window(config: Config, facts: Facts) -> int | None:
                 notes["sliding_window"] = f"{config.prefix}sliding_window is given and off: {reason}"
             notes["window_off"] = where
             return None
-    window, where = config.integer("sliding_window", "window_size" if config.model_type == "gpt_neo" else "sliding_window")
+    window, where = config.integer(
+        "sliding_window", "window_size" if config.model_type == "gpt_neo" else "sliding_window"
+    )
     if window is None:
         return None
     notes["sliding_window"] = where
-    if window >= facts.max_seq_len and not notes["max_seq_len"].startswith("inferred: the config has no limit"):
+    if window >= facts.max_seq_len and not notes["max_seq_len"].startswith(
+        "inferred: the config has no limit"
+    ):
         notes["sliding_window"] = f"{where} {window} never binds: sequences have at most {facts.max_seq_len}"
         notes["window_off"] = where
         return None
@@ -95,7 +106,9 @@ def _chunk(config: Config, facts: Facts) -> int | None:
     if chunk is None:
         return None
     facts.notes["chunk"] = where
-    if chunk >= facts.max_seq_len and not facts.notes["max_seq_len"].startswith("inferred: the config has no limit"):
+    if chunk >= facts.max_seq_len and not facts.notes["max_seq_len"].startswith(
+        "inferred: the config has no limit"
+    ):
         facts.notes["chunk"] = f"{where} {chunk} never binds: sequences have at most {facts.max_seq_len}"
         facts.notes["chunk_off"] = where
         return None
@@ -118,6 +131,8 @@ def _kinds(config: Config, window: int | None, chunk: int | None, facts: Facts) 
     for key in ("layer_types", "layers_block_type", "block_types", "attention_layers"):
         if config.data.get(key) is not None:
             return _listed(config, key, facts)
+    if config.model_type in NEED_LAYER_TYPES:
+        raise Refused("layer_types", f"missing; needed for {config.model_type}")
     if hybrid := _hybrid(config, facts):
         return hybrid
     if chunk is not None:
@@ -138,7 +153,9 @@ def _kinds(config: Config, window: int | None, chunk: int | None, facts: Facts) 
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise Refused("max_window_layers", f"needs an integer of at least 0, got {shown(first)}")
         facts.notes["layers"] = f"{config.prefix}max_window_layers: layers below {first} have no window"
-        return ["global" if i < first else "sliding" for i in range(_count(config, facts, "max_window_layers"))]
+        return [
+            "global" if i < first else "sliding" for i in range(_count(config, facts, "max_window_layers"))
+        ]
     return None
 
 
@@ -151,24 +168,32 @@ def _listed(config: Config, key: str, facts: Facts) -> list[str]:
             raise Refused(where, f"{shown(name)}: attention of this kind is not imported")
     given = next((config.data[name] for name in LAYERS if config.data.get(name) is not None), None)
     if given is not None and given != len(names):
-        raise Refused(where, f"contradiction: {len(names)} layers are listed, num_hidden_layers is {shown(given)}")
+        raise Refused(
+            where, f"contradiction: {len(names)} layers are listed, num_hidden_layers is {shown(given)}"
+        )
     facts.notes["layers"] = where
     return [KINDS[name] for name in names]
 
 
 def _hybrid(config: Config, facts: Facts) -> list[str] | None:
-    """Layers of a model where only some have attention, as said by the keys of such models; None where none is given."""
+    """Layers of a model where only some have attention, as said by the keys of such models; None where none
+    is given.
+    """
     kinds = None
     if (period := config.integer("attn_layer_period")[0]) is not None:
-        offset, key = config.data.get("attn_layer_offset", 0), "attn_layer_period"
-        kinds = ["global" if i % period == offset else "none" for i in range(_count(config, facts, key))]
+        offset, key = config.find("attn_layer_offset")[0], "attn_layer_period"
+        kinds = [
+            "global" if i % period == (offset or 0) else "none" for i in range(_count(config, facts, key))
+        ]
     elif (interval := config.integer("full_attention_interval")[0]) is not None:
         key = "full_attention_interval"
         kinds = ["none" if (i + 1) % interval else "global" for i in range(_count(config, facts, key))]
     elif isinstance(chosen := config.data.get("attn_layer_indices"), list):
         key = "attn_layer_indices"
         kinds = ["global" if i in chosen else "none" for i in range(_count(config, facts, key))]
-    elif isinstance(pattern := config.data.get("hybrid_override_pattern"), str) and len(pattern) <= MAX_LAYERS:
+    elif (
+        isinstance(pattern := config.data.get("hybrid_override_pattern"), str) and len(pattern) <= MAX_LAYERS
+    ):
         key = "hybrid_override_pattern"
         kinds = ["global" if letter == "*" else "none" for letter in pattern]
     if kinds is not None:
@@ -180,11 +205,16 @@ def _chunked(config: Config, facts: Facts) -> list[str]:
     count, flags = _count(config, facts, "attention_chunk_size"), config.data.get("no_rope_layers")
     if flags:
         if not isinstance(flags, list) or len(flags) != count or any(flag not in (0, 1) for flag in flags):
-            raise Refused(config.prefix + "no_rope_layers", f"needs a list of {count} zeros and ones, got {shown(flags)}")
+            raise Refused(
+                config.prefix + "no_rope_layers",
+                f"needs a list of {count} zeros and ones, got {shown(flags)}",
+            )
         facts.notes["layers"] = config.prefix + "no_rope_layers: 1 is chunked"
         return ["chunked" if flag else "global" for flag in flags]
     every, where = config.integer("no_rope_layer_interval")
-    every, where = (every, where) if every else (4, "inferred: no_rope_layer_interval is not given; Llama 4's 4")
+    every, where = (
+        (every, where) if every else (4, "inferred: no_rope_layer_interval is not given; Llama 4's 4")
+    )
     facts.notes["layers"] = f"{where}: layers without rotary embedding see all keys"
     return ["global" if (i + 1) % every == 0 else "chunked" for i in range(count)]
 
@@ -195,7 +225,9 @@ def _patterned(config: Config, pattern: Any, where: str, facts: Facts) -> list[s
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:  # local and global, repeated
         return ["sliding" if pattern[i % len(pattern)] == "L" else "global" for i in range(count)]
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 1:
-        raise Refused("sliding_window_pattern", f"needs a positive integer or letters L and G, got {shown(pattern)}")
+        raise Refused(
+            "sliding_window_pattern", f"needs a positive integer or letters L and G, got {shown(pattern)}"
+        )
     return _every(count, pattern)
 
 
@@ -215,10 +247,14 @@ def _gpt_neo(config: Config, facts: Facts) -> list[str]:
 
 
 def _blocks(config: Config, base: Layer, facts: Facts) -> Layers:
-    """NVIDIA's searched models: `block_configs` says for each layer whether it has attention and with how many KV heads."""
+    """NVIDIA's searched models: `block_configs` says for each layer whether it has attention and with how
+    many KV heads.
+    """
     blocks, where = config.data["block_configs"], config.prefix + "block_configs"
     if not isinstance(blocks, list) or not blocks or len(blocks) > MAX_LAYERS:
-        raise Refused(where, f"needs a list with one block per layer, which gives the KV heads; got {shown(blocks)}")
+        raise Refused(
+            where, f"needs a list with one block per layer, which gives the KV heads; got {shown(blocks)}"
+        )
     layers = []
     for i, block in enumerate(blocks):
         attention = block.get("attention") if isinstance(block, Mapping) else None
@@ -232,11 +268,15 @@ def _blocks(config: Config, base: Layer, facts: Facts) -> Layers:
         if kv_heads is None:
             if group is None or base.query_heads % group:
                 needed = f"a divisor of {base.query_heads} query heads"
-                raise Refused(key or f"{where}.{i}.attention.n_heads_in_group", f"needs {needed}, got {shown(group)}")
+                raise Refused(
+                    key or f"{where}.{i}.attention.n_heads_in_group", f"needs {needed}, got {shown(group)}"
+                )
             kv_heads, kv_key = base.query_heads // group, key
         check_groups(base.query_heads, kv_heads, kv_key)
         if attention.get("num_sink_tokens") or attention.get("sparsify"):
-            raise Refused(f"{where}.{i}.attention", "window with sink tokens: attention of this kind is not imported")
+            raise Refused(
+                f"{where}.{i}.attention", "window with sink tokens: attention of this kind is not imported"
+            )
         window, _ = section.integer("window_length")
         kind = "sliding" if window else base.kind
         layers.append((i, replace(base, kv_heads=kv_heads, window=window, kind=kind)))
@@ -244,7 +284,9 @@ def _blocks(config: Config, base: Layer, facts: Facts) -> Layers:
         raise Refused(where, "names no layer with attention")
     facts.notes["kv_heads"] = facts.notes["layers"] = f"{where}, per layer"
     if len(layers) < len(blocks):
-        facts.remarks.append(f"{len(blocks) - len(layers)} of {len(blocks)} layers have no attention and are left out.")
+        facts.remarks.append(
+            f"{len(blocks) - len(layers)} of {len(blocks)} layers have no attention and are left out."
+        )
     elif len({layer for _, layer in layers}) == 1:
         return None, layers[:1]
     return len(blocks), layers

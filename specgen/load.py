@@ -14,8 +14,9 @@ from .spec import Spec
 class Loaded:
     """A spec and the text it came from.
 
-    `path` is the file as named by the caller. `positions` maps a dotted field path ("attention.0.kv_heads", "targets.1") to the
-    line and column, from 1, where the field begins; a field left to its default is absent.
+    `path` is the file as named by the caller. `positions` maps a dotted field path ("attention.0.kv_heads",
+    "targets.1") to the line and column, from 1, where the field begins; a field left to its default is
+    absent.
     """
 
     spec: Spec

@@ -1,7 +1,8 @@
 """Loops of a disassembled kernel, and which of them are its main loops. Pure: text in, facts out.
 
-A listing becomes `Instruction`s, they become basic blocks, and back edges (to a block that dominates their source) give the
-natural loops; where the blocks lie in memory does not matter, as compilers move cold ones about.
+A listing becomes `Instruction`s, they become basic blocks, and back edges (to a block that dominates their
+source) give the natural loops; where the blocks lie in memory does not matter, as compilers move cold ones
+about.
 """
 
 import re
@@ -14,16 +15,26 @@ _AMD_MATRIX = re.compile(r"^v_(?:mfma|smfmac|s?wmma)")
 _AMD_FMA = re.compile(r"^v_(?:pk_)?(?:fma|fmac|mac|dot2)\w*_f32|^v_dual_fmac")
 _AMD_SPILL = re.compile(r"^(?:scratch|buffer)_(load|store)_")
 _AMD_FOLDED = re.compile(r"(\d+)-byte Folded (?:Spill|Reload)")
-_AMD_WIDTHS = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
-_FMA_THRESHOLD = 16  # so many multiply-adds in a loop are a dot product, fewer are address or softmax arithmetic
+_AMD_WIDTHS = {
+    "dword": 4,
+    "dwordx2": 8,
+    "dwordx3": 12,
+    "dwordx4": 16,
+    "b32": 4,
+    "b64": 8,
+    "b96": 12,
+    "b128": 16,
+}
+_FMA_THRESHOLD = 16  # so many multiply-adds in a loop are a dot product, fewer are softmax arithmetic
 
 
 @dataclass(frozen=True)
 class Instruction:
     """What the analysis needs of one instruction.
 
-    `label` is a name or address that branches may aim at; `target` is where a branch goes; `falls_through` is False where
-    control never reaches the next instruction; `indirect` is a jump to an address in a register. `matrix` and `fma` mark dot-product work; `spill_load` and `spill_store` are bytes.
+    `label` is a name or address that branches may aim at; `target` is where a branch goes; `falls_through` is
+    False where control never reaches the next instruction; `indirect` is a jump to an address in a register.
+    `matrix` and `fma` mark dot-product work; `spill_load` and `spill_store` are bytes.
     """
 
     label: str | None = None
@@ -103,14 +114,17 @@ def parse_amdgcn(text: str) -> list[Instruction]:
 def main_loops(instructions: list[Instruction]) -> list[frozenset[int]]:
     """The main loops, as sets of instruction indices: innermost loops that do the work of the kernel.
 
-    With matrix instructions, these are the loops that contain one and have no inner loop that does; without, the same for 16 or
-    more fp32 multiply-adds; a kernel without dot products has its innermost loops as main loops.
+    With matrix instructions, these are the loops that contain one and have no inner loop that does; without,
+    the same for 16 or more fp32 multiply-adds; a kernel without dot products has its innermost loops as main
+    loops.
     """
     loops = _natural_loops(instructions) if instructions else []
     if any(i.matrix for i in instructions):
         working = [loop for loop in loops if any(instructions[i].matrix for i in loop)]
     else:
-        working = [loop for loop in loops if sum(instructions[i].fma for i in loop) >= _FMA_THRESHOLD] or loops
+        working = [
+            loop for loop in loops if sum(instructions[i].fma for i in loop) >= _FMA_THRESHOLD
+        ] or loops
     return [loop for loop in working if not any(other < loop for other in working)]
 
 
@@ -173,7 +187,9 @@ def _blocks(instructions: list[Instruction]) -> tuple[list[range], list[list[int
         if i.target is not None or i.indirect or not i.falls_through
     }
     ordered = sorted(starts)
-    blocks = [range(start, end) for start, end in zip(ordered, [*ordered[1:], len(instructions)], strict=True)]
+    blocks = [
+        range(start, end) for start, end in zip(ordered, [*ordered[1:], len(instructions)], strict=True)
+    ]
     number = {block.start: n for n, block in enumerate(blocks)}
     successors: list[list[int]] = []
     for n, block in enumerate(blocks):

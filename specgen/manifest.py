@@ -91,6 +91,7 @@ def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
         "num_warps": c.num_warps,
         "num_stages": c.num_stages,
         "ctas_per_multiprocessor": c.ctas_per_multiprocessor,
+        "options": dict(c.options),
         "aligned": variant.aligned,
         "alignment": g.alignment if variant.aligned else g.itemsize,
         "tuning": c.origin,

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen import __version__
-from specgen.aot import compile_all
+from specgen.aot import Progress, compile_all
 from specgen.artifact import Artifact
 from specgen.binary import Binary, CompileJob
 from specgen.cache import Cache, cache_key
-from specgen.data_files import LICENSE
-from specgen.errors import BuildError, Diagnostic, SpecError, SpecgenError
+from specgen.data_files import license_text
+from specgen.errors import Diagnostic, SpecError, SpecgenError
 from specgen.expand import Expansion, expand
 from specgen.format import FORMATTER, format_source
 from specgen.load import Loaded, load
@@ -23,7 +23,7 @@ from specgen.rules import unimplemented
 from specgen.target import load_targets
 from specgen.toolchain import ptxas_versions, triton_version
 from specgen.verify import Difference, verify_wheel
-from specgen.wheel import LAUNCHER_FILE, Launcher, build_launcher, wheel_tag, write_wheel
+from specgen.wheel import LAUNCHER_FILE, PURE_TAG, Launcher, build_launcher, wheel_tag, write_wheel
 from specgen.write import diff_tree, write_tree
 
 # Oldest torch whose library, compile and export interfaces the runtime uses (specgen/runtime/operators.py).
@@ -117,7 +117,7 @@ def build(
     *,
     cache: Cache | None = None,
     workers: int | None = None,
-    progress: Callable[[int, int, str, str], None] | None = None,
+    progress: Progress | None = None,
     warn: Callable[[str], None] | None = None,
     pure: bool = False,
 ) -> Path:
@@ -143,7 +143,7 @@ def build(
         dest=home / "dist",
         requires=REQUIRES,
         extras=EXTRAS,
-        license_files={"LICENSE": LICENSE.read_bytes()},
+        license_files={"LICENSE": license_text()},
     )
 
 
@@ -172,7 +172,7 @@ def package_files(
     files |= {binary_path(symbol, arch, binary): binary.data for (symbol, arch), binary in binaries.items()}
     if launcher:
         files[f"runtime/{LAUNCHER_FILE}"] = launcher.data
-    files["LICENSE"] = LICENSE.read_bytes()
+    files["LICENSE"] = license_text()
     files["manifest.json"] = to_json(content)
     return dict(sorted(files.items()))
 
@@ -183,7 +183,7 @@ def check(path: Path | str, build_dir: Path, cache: Cache | None = None) -> list
     root = build_dir / generated.loaded.spec.name / generated.package
     if not root.is_dir():
         raise SpecgenError(f"{root}: no such folder; run `specgen build {path}` first")
-    files = generated.files | {"LICENSE": LICENSE.read_bytes()}
+    files = generated.files | {"LICENSE": license_text()}
     return diff_tree(files, root, ignored=_BUILT) + _binary_differences(generated, root)
 
 
@@ -207,13 +207,13 @@ def _binary_differences(generated: Generated, root: Path) -> list[str]:
     return lines + [f"{file}: not in the manifest" for file in sorted(stray)]
 
 
-def verify(wheel: Path, *, cache: Cache | None = None, progress=None) -> list[Difference]:
-    """Rebuild a wheel from its embedded spec and compare every file. Its tag says whether it has a launch extension."""
+def verify(wheel: Path, *, progress: Progress | None = None) -> list[Difference]:
+    """Rebuild a wheel from its embedded spec, with no cache, and compare every file."""
 
     def rebuild(spec: Path) -> Path:
-        pure = wheel.name.endswith("-none-any.whl")
-        return build(spec, spec.parent / "build", cache=cache, progress=progress, pure=pure)
+        pure = wheel.name.endswith(f"-{PURE_TAG}.whl")
+        return build(spec, spec.parent / "build", progress=progress, pure=pure)
 
     if not wheel.is_file():
-        raise BuildError(f"{wheel}: no such file")
+        raise SpecgenError(f"{wheel}: no such file")
     return verify_wheel(wheel, rebuild)

@@ -1,8 +1,8 @@
 """What a compiled kernel uses, read from the binary itself, and the budget that a build holds it to.
 
-NVIDIA: `cuobjdump` (shipped with Triton) lists registers and stack; where there is a stack, the machine code says what is
-spilled and where. AMD: the code object's own metadata note lists registers, spills and scratch; the assembly listing says
-where. Runs that one tool on a temporary file; touches nothing else.
+NVIDIA: `cuobjdump` (shipped with Triton) lists registers and stack; where there is a stack, the machine code
+says what is spilled and where. AMD: the code object's own metadata note lists registers, spills and scratch;
+the assembly listing says where. Runs that one tool on a temporary file; touches nothing else.
 """
 
 import re
@@ -47,9 +47,10 @@ def _amd(shared_kib: int, shared_unit: int) -> ArchLimits:
     return ArchLimits(64, 4, 512 * 64, 8 * 64, 32, 16, shared_kib << 10, shared_unit, lone_warp_blocks=32)
 
 
-# NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (resident warps and blocks, shared memory
-# and registers per multiprocessor) and the occupancy calculator (allocation units). AMD: the CDNA 2, 3 and 4 ISA guides (512
-# vector registers a lane in units of 8, 8 wavefronts a SIMD, 4 SIMDs, LDS) and LLVM's AMDGPUBaseInfo (LDS units, 16 workgroups).
+# NVIDIA: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (resident warps and
+# blocks, shared memory and registers per multiprocessor) and the occupancy calculator (allocation units).
+# AMD: the CDNA 2, 3 and 4 ISA guides (512 vector registers a lane in units of 8, 8 wavefronts a SIMD, 4
+# SIMDs, LDS) and LLVM's AMDGPUBaseInfo (LDS units, 16 workgroups).
 ARCH_LIMITS: dict[str, ArchLimits] = {
     "sm_80": _nvidia(warps=64, blocks=32, shared_kib=164),
     "sm_89": _nvidia(warps=48, blocks=24, shared_kib=100),
@@ -64,7 +65,7 @@ ARCH_LIMITS: dict[str, ArchLimits] = {
 
 @dataclass(frozen=True)
 class Usage:
-    """Registers and stack bytes per thread, spill bytes as `Binary` defines them, AMD's spilled scalar registers."""
+    """Registers and stack bytes per thread, spills as `Binary` defines them."""
 
     registers: int
     stack_bytes: int
@@ -99,7 +100,9 @@ def read_cubin(data: bytes, function: str) -> Usage:
 
 
 def read_hsaco(data: bytes, function: str, listing: str) -> Usage:
-    """Usage of `function` in an AMD code object, with its assembly `listing`. BuildError if its metadata cannot be read."""
+    """Usage of `function` in an AMD code object, with its assembly `listing`. BuildError if its metadata
+    cannot be read.
+    """
     try:
         kernels = _amd_metadata(data)["amdhsa.kernels"]
         (kernel,) = (k for k in kernels if k[".name"] == function)
@@ -113,16 +116,20 @@ def read_hsaco(data: bytes, function: str, listing: str) -> Usage:
             kernel[".sgpr_spill_count"],
         )
     except (KeyError, ValueError, TypeError, IndexError, struct.error, RecursionError) as error:
-        raise BuildError(f"the metadata of the code object of {function} cannot be read: {error!r}") from error
+        raise BuildError(
+            f"the metadata of the code object of {function} cannot be read: {error!r}"
+        ) from error
 
 
 def occupancy(
     arch: str, *, num_threads: int, registers: int, shared_bytes: int, tensor_memory_columns: int = 0
 ) -> int:
-    """Blocks that one multiprocessor holds at once, bounded by registers, shared and tensor memory, warps and block slots.
+    """Blocks that one multiprocessor holds at once, bounded by registers, shared and tensor memory, warps and
+    block slots.
 
     `registers` per thread, the others per block. 0 means that not even one block fits. The rule is that of
-    NVIDIA's occupancy calculator, per scheduler; AMD's differs in numbers only. Sources of the numbers: see ARCH_LIMITS.
+    NVIDIA's occupancy calculator, per scheduler; AMD's differs in numbers only. Sources of the numbers: see
+    ARCH_LIMITS.
     """
     limits = ARCH_LIMITS[arch]
     warps = -(-num_threads // limits.warp_size)
@@ -139,14 +146,15 @@ def occupancy(
 
 
 def budget_problems(job: CompileJob, binary: Binary) -> list[str]:
-    """Why `binary` may not ship, one line a reason; empty if it may. Spills outside the main loops are allowed."""
+    """Why `binary` may not ship, one line a reason. Spills outside the main loops are allowed."""
     problems = []
     if binary.shared_bytes > job.shared_limit:
         problems.append(shared_message(job, binary.shared_bytes))
     if binary.main_loop_spills:
         problems.append(
-            f"{job.title}: spills registers in a main loop: {binary.main_loop_spills} bytes moved per thread and pass "
-            f"({binary.registers} registers, {binary.num_threads} threads); 0 are allowed: smaller tiles or more warps"
+            f"{job.title}: spills registers in a main loop: {binary.main_loop_spills} bytes "
+            f"moved per thread and pass ({binary.registers} registers, {binary.num_threads} threads); "
+            "0 are allowed: smaller tiles or more warps"
         )
     if binary.tensor_memory_columns > _TENSOR_MEMORY_COLUMNS:
         problems.append(
@@ -159,7 +167,8 @@ def budget_problems(job: CompileJob, binary: Binary) -> list[str]:
         )
     if binary.occupancy < 1 and binary.shared_bytes <= job.shared_limit:
         problems.append(
-            f"{job.title}: {binary.num_threads} threads of {binary.registers} registers do not fit a multiprocessor"
+            f"{job.title}: {binary.num_threads} threads of {binary.registers} registers "
+            "do not fit a multiprocessor"
         )
     return problems
 
@@ -200,7 +209,7 @@ def _cuobjdump(option: str, path: Path) -> str:
 
 
 def _amd_metadata(data: bytes) -> dict:
-    """The map in the ELF note that every AMD code object (version 3 and later) carries, in MessagePack."""
+    """The map in the ELF note of an AMD code object (version 3 and later), in MessagePack."""
     if data[:4] != b"\x7fELF" or data[4:6] != b"\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
     (table,) = struct.unpack_from("<Q", data, 0x28)

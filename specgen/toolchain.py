@@ -1,7 +1,7 @@
 """The installed Triton and its assemblers: where they are, which versions, one digest of them all.
 
-Reads Triton's folder and metadata and asks `ptxas` for its version; never imports Triton, so a build that finds everything
-in the cache stays quick.
+Reads Triton's folder and metadata and asks `ptxas` for its version; never imports Triton, so a build that
+finds everything in the cache stays quick.
 """
 
 import functools
@@ -39,14 +39,12 @@ def triton_folder() -> Path:
     """Folder of the installed `triton` package; BuildError without one."""
     spec = importlib.util.find_spec("triton")
     if spec is None or not spec.submodule_search_locations:
-        raise BuildError(
-            "building binaries needs Triton, which is not installed here: pip install triton"
-        )
+        raise BuildError("building binaries needs Triton, which is not installed here: pip install triton")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
 def nvidia_tool(name: str) -> Path:
-    """Path of a tool that Triton ships ("ptxas", "ptxas-blackwell", "cuobjdump"); BuildError if it is not there."""
+    """Path of a tool that Triton ships, such as "ptxas" or "cuobjdump"; BuildError if it is not there."""
     path = triton_folder() / "backends" / "nvidia" / "bin" / name
     if not path.is_file():
         raise BuildError(f"Triton {triton_version()} has no {name}: {path} is missing")
@@ -74,14 +72,15 @@ def assembler(arch: str) -> str:
 
 
 def ptxas_versions(archs: Iterable[str]) -> str:
-    """The versions of `ptxas` that these architectures need, comma-separated; "" if none of them is NVIDIA's."""
+    """The versions of `ptxas` that these architectures need, comma-separated; "" for AMD alone."""
     tools = sorted({assembler_name(arch) for arch in archs} - {"LLVM"})
     return ", ".join(dict.fromkeys(_ptxas_version(tool) for tool in tools))
 
 
 @functools.cache
 def toolchain_digest() -> str:
-    """sha256 over everything of the installed Triton that can change a binary: its Python code, libraries and tools.
+    """sha256 over everything of the installed Triton that can change a binary: its Python code, libraries and
+    tools.
 
     The digests are those that the installer recorded (and checked); files without a recorded digest are read.
     """

@@ -1,6 +1,7 @@
 """Whether a wheel is what its embedded spec builds: digests of RECORD, then a rebuild compared file by file.
 
-Wheels come from elsewhere: an archive is read with limits, nothing is extracted but the spec, into a temporary folder.
+Wheels come from elsewhere: an archive is read with limits, nothing is extracted but the spec, into a
+temporary folder.
 """
 
 import csv
@@ -36,11 +37,13 @@ class Difference:
 
 
 def verify_wheel(path: Path, build: Callable[[Path], Path]) -> list[Difference]:
-    """Differences between the wheel at `path` and what `build(spec file)` makes of its embedded spec; empty if there are none.
+    """Differences between the wheel at `path` and what `build(spec file)` makes of its embedded spec; empty
+    if there are none.
 
-    `build` returns the path of the wheel that it built. A file that RECORD contradicts, or that is missing from either side, is a
-    difference too; where both manifests name the tools, a difference says which version is another. Raises SpecgenError with one
-    line if `path` is no readable wheel of a generated package, or `build`'s errors.
+    `build` returns the path of the wheel that it built. A file that RECORD contradicts, or that is missing
+    from either side, is a difference too; where both manifests name the tools, a difference says which
+    version is another. Raises SpecgenError with one line if `path` is no readable wheel of a generated
+    package, or `build`'s errors.
     """
     files = read_wheel(path)
     damaged = _record_differences(files)
@@ -60,12 +63,14 @@ def verify_wheel(path: Path, build: Callable[[Path], Path]) -> list[Difference]:
             found.append(Difference(name, f"missing from the wheel; the rebuild has it{tools}"))
         elif files[name] != rebuilt[name]:
             came, made = sha256(files[name]).hexdigest(), sha256(rebuilt[name]).hexdigest()
-            found.append(Difference(name, f"sha256 {came[:16]}... in the wheel, {made[:16]}... rebuilt{tools}"))
+            found.append(
+                Difference(name, f"sha256 {came[:16]}... in the wheel, {made[:16]}... rebuilt{tools}")
+            )
     return sorted(found, key=lambda difference: difference.file)
 
 
 def read_wheel(path: Path) -> dict[str, bytes]:
-    """The files of a wheel by name. SpecgenError with one line for anything but a sound wheel of sensible size."""
+    """The files of a wheel by name; SpecgenError with one line for anything but a sound wheel."""
     try:
         parse_wheel_filename(Path(path).name)
     except InvalidWheelFilename as error:
@@ -105,13 +110,17 @@ def _check_entry(path: Path, entry: zipfile.ZipInfo, files: dict[str, bytes]) ->
     if entry.filename in files:
         raise SpecgenError(f"{path}: has two files {entry.filename!r}")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise SpecgenError(f"{path}: {entry.filename!r} is compressed by method {entry.compress_type}, not deflate")
+        raise SpecgenError(
+            f"{path}: {entry.filename!r} is compressed by method {entry.compress_type}, not deflate"
+        )
 
 
 def _embedded(files: dict[str, bytes], name: str, path: Path) -> str:
     found = [each for each in files if each.count("/") == 1 and each.endswith(f"/{name}")]
     if len(found) != 1:
-        raise SpecgenError(f"{path}: not a wheel built by specgen: it needs one PACKAGE/{name}, it has {len(found)}")
+        raise SpecgenError(
+            f"{path}: not a wheel built by specgen: it needs one PACKAGE/{name}, it has {len(found)}"
+        )
     return found[0]
 
 
@@ -154,6 +163,8 @@ def _record_differences(files: dict[str, bytes]) -> list[Difference]:
 
 def _tool_differences(came: dict, made: dict) -> str:
     parts = [
-        f"{tool} {came.get(tool)} there, {made.get(tool)} here" for tool in _TOOLS if came.get(tool) != made.get(tool)
+        f"{tool} {came.get(tool)} there, {made.get(tool)} here"
+        for tool in _TOOLS
+        if came.get(tool) != made.get(tool)
     ]
     return f" ({'; '.join(parts)})" if parts else " (the same tool versions)"

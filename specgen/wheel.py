@@ -1,8 +1,9 @@
 """The wheel: the launcher compiled for it, and the archive written so that equal content gives equal bytes.
 
-Entries are sorted, dated 1980-01-01 and given fixed permissions. They are deflated at level 9: stored, a wheel of several
-architectures passes 5 MB. zlib's output can differ between its implementations (zlib, zlib-ng), so archives are equal byte
-for byte only among Pythons with the same zlib; the files inside, which `specgen verify` compares, always are.
+Entries are sorted, dated 1980-01-01 and given fixed permissions. They are deflated at level 9: stored, a
+wheel of several architectures passes 5 MB. zlib's output can differ between its implementations (zlib,
+zlib-ng), so archives are equal byte for byte only among Pythons with the same zlib; the files inside, which
+`specgen verify` compares, always are.
 """
 
 import base64
@@ -33,7 +34,15 @@ LAUNCHER_FILE = "_launch.abi3.so"  # what the import system calls a limited-API 
 PURE_TAG = "py3-none-any"
 _LIMITED_API = "0x030B0000"  # Python 3.11
 _LAUNCHER_FLAGS = (
-    *("-std=gnu11", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", f"-DPy_LIMITED_API={_LIMITED_API}"),
+    *(
+        "-std=gnu11",
+        "-O2",
+        "-g0",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        f"-DPy_LIMITED_API={_LIMITED_API}",
+    ),
     *("-Wl,--build-id=none", "-Wl,--strip-all"),
 )
 _OLDEST_GLIBC = (2, 17)
@@ -56,8 +65,9 @@ def build_launcher(
 ) -> Launcher | None:
     """Compiles `_launch.c` in `runtime_dir` with $CC (default `cc`) against the limited API of Python 3.11.
 
-    Returns None, after one call of `warn`, where there is no compiler, no Python.h, or no Linux: the package then launches
-    through ctypes. Raises BuildError, with the compiler's first error line, if the source does not compile.
+    Returns None, after one call of `warn`, where there is no compiler, no Python.h, or no Linux: the package
+    then launches through ctypes. Raises BuildError, with the compiler's first error line, if the source does
+    not compile.
     """
     source = (runtime_dir / "_launch.c").read_bytes()
     command = shlex.split(os.environ.get("CC") or "cc")
@@ -65,7 +75,10 @@ def build_launcher(
     reason = _why_no_launcher(command, include)
     if reason:
         if warn is not None:
-            warn(f"no launch extension ({reason}): the package will launch kernels through ctypes, which is slower")
+            warn(
+                f"no launch extension ({reason}): the package will launch kernels through ctypes, "
+                "which is slower"
+            )
         return None
     done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace")
     compiler = (done.stdout.splitlines() or ["unknown"])[0].strip()
@@ -94,7 +107,11 @@ def build_launcher(
             env={**os.environ, "LC_ALL": "C"},
         )
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+            lines = (
+                [line for line in done.stderr.splitlines() if "error" in line]
+                or done.stderr.splitlines()
+                or ["?"]
+            )
             raise BuildError(f"{runtime_dir / '_launch.c'}: {command[0]} failed: {lines[0].strip()}")
         data = Path(folder, LAUNCHER_FILE).read_bytes()
     if cache is not None:
@@ -103,14 +120,18 @@ def build_launcher(
 
 
 def wheel_tag(launcher: Launcher | None) -> str:
-    """The wheel's tag: "py3-none-any" without a launcher, else cp311-abi3 and the oldest platform that the launcher runs on.
+    """The wheel's tag: "py3-none-any" without a launcher, else cp311-abi3 and the oldest platform that the
+    launcher runs on.
 
-    That is manylinux_2_17, or a newer one if the extension asks for a newer glibc; plain linux where it is not linked with glibc.
+    That is manylinux_2_17, or a newer one if the extension asks for a newer glibc; plain linux where it is
+    not linked with glibc.
     """
     if launcher is None:
         return PURE_TAG
     machine = platform.machine()
-    needed = {tuple(map(int, found.split(b"."))) for found in re.findall(rb"GLIBC_(\d+\.\d+)\b", launcher.data)}
+    needed = {
+        tuple(map(int, found.split(b"."))) for found in re.findall(rb"GLIBC_(\d+\.\d+)\b", launcher.data)
+    }
     if not needed and b"musl" in launcher.data:
         return f"cp311-abi3-linux_{machine}"
     major, minor = max(needed | {_OLDEST_GLIBC})
@@ -139,12 +160,16 @@ def write_wheel(
 ) -> Path:
     """Writes `dest`/NAME-VERSION-TAG.whl and returns its path.
 
-    `files` are the package's, by POSIX path inside its folder `package`; `license_files` go to the metadata folder. `requires` and
-    `extras` are requirements as PEP 508 writes them, `description` is Markdown, `generator` such as "specgen 0.1.0". The wheel appears under its name in one step, so a
-    build that fails leaves an older one as it was. Raises BuildError for a name, version, tag, requirement or path that is not valid.
+    `files` are the package's, by POSIX path inside its folder `package`; `license_files` go to the metadata
+    folder. `requires` and `extras` are requirements as PEP 508 writes them, `description` is Markdown,
+    `generator` such as "specgen 0.1.0". The wheel appears under its name in one step, so a build that fails
+    leaves an older one as it was. Raises BuildError for a name, version, tag, requirement or path that is not
+    valid.
     """
     name = canonicalize_name(distribution)
-    _check(distribution, version, package, tag, [*requires, *(r for rs in (extras or {}).values() for r in rs)])
+    _check(
+        distribution, version, package, tag, [*requires, *(r for rs in (extras or {}).values() for r in rs)]
+    )
     stem = f"{name.replace('-', '_')}-{Version(version)}"
     info = f"{stem}.dist-info"
     licenses = dict(license_files or {})
@@ -233,7 +258,9 @@ def _metadata(fields: Iterable[tuple[str, str]], body: str = "") -> bytes:
 
 
 def _record(entries: Mapping[str, bytes], own: str) -> bytes:
-    rows = [f"{_csv(path)},{record_digest(entries[path])},{len(entries[path])}\n" for path in _ordered(entries)]
+    rows = [
+        f"{_csv(path)},{record_digest(entries[path])},{len(entries[path])}\n" for path in _ordered(entries)
+    ]
     return "".join([*rows, f"{_csv(own)},,\n"]).encode()
 
 

@@ -1,4 +1,4 @@
-"""Ahead-of-time compiling: binaries and facts for every architecture, reproducible bytes, budgets, failures, the cache."""
+"""Ahead-of-time compiling: binaries and facts, reproducible bytes, budgets, failures, the cache."""
 
 import dataclasses
 import json
@@ -61,14 +61,17 @@ def dots(q_ptr, k_ptr, out_ptr, num_keys, k_stride):
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for start in range(0, num_keys, KEYS):
         inside = start + cols < num_keys
-        k = tl.load(k_ptr + (start + cols)[:, None] * k_stride + dims[None, :], mask=inside[:, None], other=0.0)
+        at = (start + cols)[:, None] * k_stride + dims[None, :]
+        k = tl.load(k_ptr + at, mask=inside[:, None], other=0.0)
         acc += tl.dot(tl.dot(q, k.T).to(k.dtype), k)
     tl.store(out_ptr + rows[:, None] * DIM + dims[None, :], acc.to(out_ptr.dtype.element_ty))
 """
 
 
 def add_job(arch: str = "sm_80", **changes) -> CompileJob:
-    job = CompileJob("add", arch, ADD, ADD_SIGNATURE, ((0, 16), (1, 16), (2, 16)), shared_limit=SHARED_LIMITS[arch])
+    job = CompileJob(
+        "add", arch, ADD, ADD_SIGNATURE, ((0, 16), (1, 16), (2, 16)), shared_limit=SHARED_LIMITS[arch]
+    )
     return dataclasses.replace(job, **changes)
 
 
@@ -170,14 +173,20 @@ def test_every_failure_is_named_and_a_dead_worker_does_not_hang():
     jobs = [
         broken("bad_type", "tl.store(x_ptr, tl.dot(1, 2))", targets=("a100_sxm", "a100_pcie")),
         broken("bad_assert", "tl.static_assert(1 == 2, 'one is not two')"),
-        broken("bad_asm", "tl.store(x_ptr, tl.inline_asm_elementwise('no.such $0;', '=r', [], tl.float32, True, 1))"),
+        broken(
+            "bad_asm",
+            "tl.store(x_ptr, tl.inline_asm_elementwise('no.such $0;', '=r', [], tl.float32, True, 1))",
+        ),
         broken("bad_name", "tl.store(x_ptr, 1.0)", signature=(("y_ptr", "*fp32"),)),
         broken("bad_option", "tl.store(x_ptr, 1.0)", options=(("maxnregs", 3),)),
         add_job(symbol="bad_syntax", source="def f(:\n"),
         add_job(symbol="bad_import", source="import no_such_module\n"),
         add_job(symbol="absent", source="import triton\n"),
         add_job(symbol="killed", source="import os\nos.kill(os.getpid(), 9)\n"),
-        add_job(symbol="crashed", source="import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos.abort()\n"),
+        add_job(
+            symbol="crashed",
+            source="import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos.abort()\n",
+        ),
         add_job(),
     ]
     with pytest.raises(BuildError) as caught:
@@ -185,7 +194,9 @@ def test_every_failure_is_named_and_a_dead_worker_does_not_hang():
     lines = str(caught.value).splitlines()
     said = {line.split(" for sm_80")[0]: line for line in lines}
     assert list(said) == [job.symbol for job in jobs[:-1]] and len(lines) == len(said)
-    assert "bad_type for sm_80 (a100_sxm, a100_pcie): in 'tl.store(x_ptr, tl.dot(1, 2))': " in said["bad_type"]
+    assert (
+        "bad_type for sm_80 (a100_sxm, a100_pcie): in 'tl.store(x_ptr, tl.dot(1, 2))': " in said["bad_type"]
+    )
     assert said["bad_assert"].endswith("one is not two")
     assert "no.such" in said["bad_asm"] or "Unknown" in said["bad_asm"] or "Not a name" in said["bad_asm"]
     assert "takes (x_ptr), the signature has (y_ptr)" in said["bad_name"]
@@ -207,14 +218,18 @@ def test_a_slow_kernel_and_an_interrupted_build_end_soon():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        aot.compile_all([add_job(), dataclasses.replace(slow, source=slow.source + "#" * 9000)], workers=2, progress=interrupt)
+        aot.compile_all(
+            [add_job(), dataclasses.replace(slow, source=slow.source + "#" * 9000)],
+            workers=2,
+            progress=interrupt,
+        )
     assert time.monotonic() - began < 30
 
 
 def test_too_much_shared_memory_names_both_numbers():
     jobs = [
         dot_job("sm_89", rows=16, dim=512, num_stages=3, targets=("l4",)),
-        dot_job("gfx942", rows=16, keys=128, dim=512, num_warps=8, targets=("mi300x",)),
+        dot_job("gfx942", rows=16, keys=16, dim=512, num_stages=8, targets=("mi300x",)),
     ]
     with pytest.raises(BuildError) as caught:
         aot.compile_all(jobs)
@@ -277,7 +292,9 @@ def test_main_loops_of_nvidia_machine_code():
     assert loops.main_loops(without) == [frozenset({5, 6, 7, 8})]
     assert loops.main_loop_spill_bytes(without) == 0
     indirect = loops.parse_sass(SASS.format(cold="70").replace("@P0 BRA 0xd0", "@P0 BRX R2 -0x50"))
-    assert loops.main_loop_spill_bytes(indirect) == 18  # a second way into the inner loop: the outer one is taken
+    assert (
+        loops.main_loop_spill_bytes(indirect) == 18
+    )  # a second way into the inner loop: the outer one is taken
     copying = loops.parse_sass(SASS.format(cold="70").replace("HMMA.16816.F32.BF16", "LDG.E"))
     assert frozenset({5, 6, 7, 8}) in loops.main_loops(copying)
 
@@ -345,7 +362,9 @@ def test_a_cached_build_starts_no_worker(tmp_path, monkeypatch):
     first = aot.compile_all([add_job()], cache=cache)
     monkeypatch.setattr(aot, "_Worker", None)
     calls = []
-    assert aot.compile_all([add_job(targets=("x",))], cache=cache, progress=lambda *c: calls.append(c)) == first
+    assert (
+        aot.compile_all([add_job(targets=("x",))], cache=cache, progress=lambda *c: calls.append(c)) == first
+    )
     assert calls == [(1, 1, "add", "sm_80")]
     with pytest.raises(BuildError, match="bytes of shared memory"):
         aot.compile_all([add_job(shared_limit=-1)], cache=cache)

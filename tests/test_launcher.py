@@ -328,8 +328,8 @@ def test_host_time_of_a_launch(bench):
     bench.standin.set(record=0)
     tensor = torch.empty(16)
     values = [tensor if a.kind == "pointer" else 4096 for a in bench.modules["arguments"].ARGUMENTS["decode"]]
-    number = 2000
-    best = min(timeit.repeat(lambda: kernel(132, 0, *values), number=number, repeat=10)) / number * 1e6
+    number = 200  # short bursts: the best of many escapes a busy host
+    best = min(timeit.repeat(lambda: kernel(132, 0, *values), number=number, repeat=100)) / number * 1e6
     print(f"{bench.vendor} {bench.path}: {best:.2f} us a launch")
     assert best < (15 if bench.path == "C" else 100)
 

@@ -80,7 +80,11 @@ def test_a_good_spec_and_its_positions():
 
 
 def test_all_mistakes_in_one_run_with_positions_and_hints():
-    text = changed(("kv_heads: 8", "kv_head: 8"), ("[h200]", "[h20]"), ("tensor_parallel: [1]", "tensor_parallel: [1, 0]"))
+    text = changed(
+        ("kv_heads: 8", "kv_head: 8"),
+        ("[h200]", "[h20]"),
+        ("tensor_parallel: [1]", "tensor_parallel: [1, 0]"),
+    )
     assert mistakes(text) == [
         "x.yaml:8:5: attention.0.kv_head: unknown field; did you mean 'kv_heads'?",
         "x.yaml:15:22: tensor_parallel.1: needs at least 1, got 0",
@@ -89,7 +93,9 @@ def test_all_mistakes_in_one_run_with_positions_and_hints():
 
 
 def test_rules_between_fields_are_reported_beside_broken_fields():
-    text = changed(("softcap: null", "softcap: 0"), ("tensor_parallel: [1]", "tensor_parallel: [3]"), ("[h200]", "[x]"))
+    text = changed(
+        ("softcap: null", "softcap: 0"), ("tensor_parallel: [1]", "tensor_parallel: [3]"), ("[h200]", "[x]")
+    )
     lines = mistakes(text)
     assert [line.split(":")[1] for line in lines] == ["13", "15", "16"]
     assert "3 does not divide query_heads (32)" in lines[1]
@@ -101,7 +107,11 @@ def test_rules_between_fields_are_reported_beside_broken_fields():
         ("version: 1", "version: 2", "1:10: version: needs 1, got 2; this release reads version 1 only"),
         ("version: 1", "version: true", "1:10: version: needs an integer, got true"),
         ("version: 1\n", "", "1:1: version: missing field"),
-        ("name: tiny", "name: Tiny", "2:7: name: needs lower case letters, digits and single underscores between them, a letter first, got 'Tiny'"),
+        (
+            "name: tiny",
+            "name: Tiny",
+            "2:7: name: needs lower case letters, digits and single underscores",
+        ),
         ("name: tiny", "name: class", "2:7: name: 'class' is a Python keyword; needs another name"),
         ("name: tiny", f"name: {'a' * 49}", "2:7: name: needs at most 48 characters, got 49"),
         ("name: tiny", 'name: "a\\n__import__(1)"', "2:7: name: needs lower case letters"),
@@ -110,39 +120,107 @@ def test_rules_between_fields_are_reported_beside_broken_fields():
         ("scale: null", "scale: .nan", "10:12: attention.0.scale: needs a finite number or null, got nan"),
         ("scale: null", "scale: -.inf", "10:12: attention.0.scale: needs"),
         ("scale: null", "scale: 1e999", "10:12: attention.0.scale: needs a finite number or null, got inf"),
-        ("scale: null", "scale: 0", "10:12: attention.0.scale: needs more than 0, got 0; write null to switch it off"),
-        ("sliding_window: null", "sliding_window: -1", "11:21: attention.0.sliding_window: needs at least 1, got -1; write null to switch it off"),
-        ("sliding_window: null", "sliding_window: 0", "11:21: attention.0.sliding_window: needs at least 1, got 0; write null to switch it off"),
-        ("sliding_window: null", 'sliding_window: "none"', "11:21: attention.0.sliding_window: needs an integer or null, got 'none'; write null to switch it off"),
-        ("sliding_window: null", "slidng_window: 5", "11:5: attention.0.slidng_window: unknown field; did you mean 'sliding_window'?"),
+        (
+            "scale: null",
+            "scale: 0",
+            "10:12: attention.0.scale: needs more than 0, got 0; write null to switch it off",
+        ),
+        (
+            "sliding_window: null",
+            "sliding_window: -1",
+            "11:21: attention.0.sliding_window: needs at least 1, got -1; write null to switch it off",
+        ),
+        (
+            "sliding_window: null",
+            "sliding_window: 0",
+            "11:21: attention.0.sliding_window: needs at least 1, got 0; write null to switch it off",
+        ),
+        (
+            "sliding_window: null",
+            'sliding_window: "none"',
+            "11:21: attention.0.sliding_window: needs an integer or null, got 'none'; write null",
+        ),
+        (
+            "sliding_window: null",
+            "slidng_window: 5",
+            "11:5: attention.0.slidng_window: unknown field; did you mean 'sliding_window'?",
+        ),
         ("softcap: null", "softcap: -2.0", "13:14: attention.0.softcap: needs more than 0, got -2.0"),
-        ("softcap: null", "softcap: .inf", "13:14: attention.0.softcap: needs a finite number or null, got inf"),
+        (
+            "softcap: null",
+            "softcap: .inf",
+            "13:14: attention.0.softcap: needs a finite number or null, got inf",
+        ),
         ("query_heads: 32", "query_heads: '32'", "7:18: attention.0.query_heads: needs an integer, got '32'"),
         ("query_heads: 32", "query_heads: 32.0", "7:18: attention.0.query_heads: needs an integer, got 32.0"),
-        ("query_heads: 32", "num_attention_heads: 32", "7:5: attention.0.num_attention_heads: unknown field; did you mean 'query_heads'?"),
-        ("kv_heads: 8", "kv_heads: 5", "8:15: attention.0.kv_heads: needs a divisor of query_heads (32), got 5"),
-        ("kv_heads: 8", "kv_heads: 8\n    kv_heads: 4", "9:5: attention.0.kv_heads: duplicate key; it is given first at 8:5; keep one of the two"),
-        ("head_dim: 128", "head_dim: 18", "9:15: attention.0.head_dim: needs a multiple of 4 from 16 to 512, got 18"),
-        ("head_dim: 128", "head_dim: {qk: 192, v: 8}", "9:28: attention.0.head_dim.v: needs at least 16, got 8"),
+        (
+            "query_heads: 32",
+            "num_attention_heads: 32",
+            "7:5: attention.0.num_attention_heads: unknown field; did you mean 'query_heads'?",
+        ),
+        (
+            "kv_heads: 8",
+            "kv_heads: 5",
+            "8:15: attention.0.kv_heads: needs a divisor of query_heads (32), got 5",
+        ),
+        (
+            "kv_heads: 8",
+            "kv_heads: 8\n    kv_heads: 4",
+            "9:5: attention.0.kv_heads: duplicate key; it is given first at 8:5; keep one of the two",
+        ),
+        (
+            "head_dim: 128",
+            "head_dim: 18",
+            "9:15: attention.0.head_dim: needs a multiple of 4 from 16 to 512, got 18",
+        ),
+        (
+            "head_dim: 128",
+            "head_dim: {qk: 192, v: 8}",
+            "9:28: attention.0.head_dim.v: needs at least 16, got 8",
+        ),
         ("head_dim: 128", "head_dim: {qk: 192}", "9:15: attention.0.head_dim.v: missing field"),
-        ("layers: all", "layers: some", "6:13: attention.0.layers: needs all, a list of indices or a slice such as 0::6, got 'some'"),
+        (
+            "layers: all",
+            "layers: some",
+            "6:13: attention.0.layers: needs all, a list of indices or a slice such as 0::6, got 'some'",
+        ),
         ("layers: all", "layers: '0::0'", "6:13: attention.0.layers: needs all"),
         ("layers: all", "layers: '4:2'", "6:13: attention.0.layers: the slice '4:2' selects no layer"),
         ("layers: all", "layers: [0, 0]", "6:13: attention.0.layers: layer 0 is listed twice"),
         ("layers: all", "layers: [-1]", "6:13: attention.0.layers: needs indices from 0 to 1023, got -1"),
         ("page_size: 16", "page_size: 2049", "14:40: kv_cache.page_size: needs at most 2048, got 2049"),
-        ("page_size: 16", "block_size: 16", "14:29: kv_cache.block_size: unknown field; did you mean 'page_size'?"),
-        ("max_spec_tokens: 8", "max_spec_tokens: 65", "17:82: limits.max_spec_tokens: needs at most 64, got 65"),
-        ("max_tokens: 16384", "max_tokens: 4", "17:78: limits.max_spec_tokens: needs at most max_tokens (4), got 8"),
-        ("[h200]", "[a100]", "16:11: targets.0: unknown target 'a100'; did you mean 'a100_pcie' or 'a100_sxm'?"),
+        (
+            "page_size: 16",
+            "block_size: 16",
+            "14:29: kv_cache.block_size: unknown field; did you mean 'page_size'?",
+        ),
+        (
+            "max_spec_tokens: 8",
+            "max_spec_tokens: 65",
+            "17:82: limits.max_spec_tokens: needs at most 64, got 65",
+        ),
+        (
+            "max_tokens: 16384",
+            "max_tokens: 4",
+            "17:78: limits.max_spec_tokens: needs at most max_tokens (4), got 8",
+        ),
+        (
+            "[h200]",
+            "[a100]",
+            "16:11: targets.0: unknown target 'a100'; did you mean 'a100_pcie' or 'a100_sxm'?",
+        ),
         ("[h200]", "[H200]", "16:11: targets.0: unknown target 'H200'; did you mean 'h200'?"),
         ("[h200]", "[h200, h200]", "16:17: targets.1: 'h200' is listed twice"),
         ("[h200]", "[]", "16:10: targets: needs at least 1 item"),
         ("[h200]", "h200", "16:10: targets: needs a list, got 'h200'"),
         ("tensor_parallel: [1]", "tensor_parallel: [1, 1]", "15:22: tensor_parallel.1: 1 is listed twice"),
-        ("tensor_parallel: [1]", "page_size: 8", "15:1: page_size: unknown field; it is a field of 'kv_cache'"),
+        (
+            "tensor_parallel: [1]",
+            "page_size: 8",
+            "15:1: page_size: unknown field; it is a field of 'kv_cache'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_mistake_is_one_line(old, new, line):
     assert one(changed((old, new))).startswith(f"x.yaml:{line}")
 
@@ -182,7 +260,9 @@ def test_layer_classes_do_not_overlap(first, second, cross, clash):
 
 
 def test_layer_class_names_differ():
-    text = changed(("layers: all", "layers: [0]"), ("kv_cache", SECOND.replace("local", "global") % ("[1]", "false")))
+    text = changed(
+        ("layers: all", "layers: [0]"), ("kv_cache", SECOND.replace("local", "global") % ("[1]", "false"))
+    )
     assert "attention.1.name: 'global' names an earlier entry too" in one(text)
 
 
@@ -199,7 +279,9 @@ def test_layer_class_names_differ():
     ],
 )
 def test_tensor_parallel_degrees(heads, degree, right):
-    entry = AttentionSpec.model_validate({"name": "a", "query_heads": heads[0], "kv_heads": heads[1], "head_dim": 64})
+    entry = AttentionSpec.model_validate(
+        {"name": "a", "query_heads": heads[0], "kv_heads": heads[1], "head_dim": 64}
+    )
     if isinstance(right, tuple):
         assert entry.per_rank(degree) == right
     else:
@@ -208,7 +290,9 @@ def test_tensor_parallel_degrees(heads, degree, right):
     text = changed(("query_heads: 32", f"query_heads: {heads[0]}"), ("kv_heads: 8", f"kv_heads: {heads[1]}"))
     text = text.replace("tensor_parallel: [1]", f"tensor_parallel: [{degree}]")
     if isinstance(right, str):
-        assert one(text).endswith(f"tensor_parallel.0: degree {degree} is not legal for attention 'global': {right}")
+        assert one(text).endswith(
+            f"tensor_parallel.0: degree {degree} is not legal for attention 'global': {right}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +323,7 @@ def test_a_text_that_is_no_spec_is_one_clear_line(text, line):
     [
         (b"\xff\xfea\x00", ":1:1: byte 0xff at offset 0 is not UTF-8 text; save the file as UTF-8"),
         (GOOD.encode().replace(b"tiny", b"t\xefny"), ":2:8: byte 0xef at offset 18 is not UTF-8 text"),
-        (b"a: 1\n" * 300000, ": is larger than 1048576 bytes"),
+        (b"a: 1\n" * 300000, ": is larger than 65536 bytes"),
         (None, ": no such file"),
     ],
 )
@@ -298,8 +382,21 @@ def test_json_schema_describes_every_field():
 def test_a_damaged_spec_raises_nothing_but_spec_errors(data):
     text = data.draw(st.one_of(st.text(max_size=60), st.just(GOOD)))
     cut = data.draw(st.integers(0, len(text)))
-    text = text[:cut] + data.draw(st.sampled_from(["", ":", "- ", "{", "]", "'", "\t", "&", "*", "!", "|", "%", "é", "0x", "\n"])) + text[cut:]
+    text = (
+        text[:cut]
+        + data.draw(
+            st.sampled_from(["", ":", "- ", "{", "]", "'", "\t", "&", "*", "!", "|", "%", "é", "0x", "\n"])
+        )
+        + text[cut:]
+    )
     try:
         loads(text)
     except SpecError as error:
         assert str(error)
+
+
+def test_the_schema_beside_the_specs_is_up_to_date():
+    path = SPECS[0].parent / "spec.schema.json"
+    assert (
+        json.loads(path.read_text()) == json_schema()
+    ), "write it anew with `specgen schema > specs/spec.schema.json`"

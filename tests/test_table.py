@@ -15,10 +15,23 @@ def attention_rows(arch="sm_90", layer="all", heads=((8, 2), (4, 1)), spec_token
     for query_heads, kv_heads in heads:
         for aligned in (True, False):
             name = f"{layer}_{query_heads}_{kv_heads}_{'a' if aligned else 'u'}"
-            for low, high, prefill in ((1, spec_tokens, None), (spec_tokens + 1, MAX_TOKENS, f"prefill_{name}")):
+            for low, high, prefill in (
+                (1, spec_tokens, None),
+                (spec_tokens + 1, MAX_TOKENS, f"prefill_{name}"),
+            ):
                 index = start + len(rows)
                 row = AttentionRow(
-                    index, arch, layer, query_heads, kv_heads, aligned, low, high, f"decode_{name}", prefill, "because"
+                    index,
+                    arch,
+                    layer,
+                    query_heads,
+                    kv_heads,
+                    aligned,
+                    low,
+                    high,
+                    f"decode_{name}",
+                    prefill,
+                    "because",
                 )
                 rows.append(row)
     return rows
@@ -26,7 +39,10 @@ def attention_rows(arch="sm_90", layer="all", heads=((8, 2), (4, 1)), spec_token
 
 def append_rows(arch="sm_90", layer="all"):
     cases = [(kv_heads, aligned) for kv_heads in (2, 1) for aligned in (True, False)]
-    return [AppendRow(i, arch, layer, kv, aligned, f"append_{kv}_{aligned}", "") for i, (kv, aligned) in enumerate(cases)]
+    return [
+        AppendRow(i, arch, layer, kv, aligned, f"append_{kv}_{aligned}", "")
+        for i, (kv, aligned) in enumerate(cases)
+    ]
 
 
 def merge_rows(arch="sm_90"):
@@ -68,7 +84,10 @@ def test_launch_order_is_prefill_then_decode():
         (lambda rows: rows[:1] + rows[2:], "query lengths 5..64 have no row"),
         (lambda rows: rows[1:], "query lengths 1..4 have no row"),
         (lambda rows: [replace(rows[0], max_query_len=2), *rows[1:]], "query lengths 3..4 have no row"),
-        (lambda rows: [rows[0], replace(rows[1], max_query_len=63), *rows[2:]], "query lengths 64..64 have no row"),
+        (
+            lambda rows: [rows[0], replace(rows[1], max_query_len=63), *rows[2:]],
+            "query lengths 64..64 have no row",
+        ),
         (lambda rows: [replace(rows[0], decode=None), *rows[1:]], "row 0 launches nothing"),
         (lambda rows: rows[:2] + rows[4:], "8/2 unaligned: query lengths 1..64 have no row"),
         (lambda rows: [replace(rows[0], index=7), *rows[1:]], "row 7 stands at place 0"),
@@ -112,7 +131,9 @@ def test_no_row(call, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-@pytest.mark.parametrize("v_dim, columns", [(1, 16), (16, 16), (17, 32), (72, 128), (128, 128), (192, 256), (256, 256)])
+@pytest.mark.parametrize(
+    "v_dim, columns", [(1, 16), (16, 16), (17, 32), (72, 128), (128, 128), (192, 256), (256, 256)]
+)
 def test_block_v(v_dim, columns):
     assert sizes.block_v(v_dim) == columns
 
@@ -127,6 +148,8 @@ def test_workspace_size_is_the_maximum_over_decode_variants():
     assert sizes.workspace_size(10, [other]) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("qk, v, item, promised", [(128, 128, 2, 16), (100, 100, 2, 8), (100, 100, 4, 16), (192, 20, 2, 8)])
+@pytest.mark.parametrize(
+    "qk, v, item, promised", [(128, 128, 2, 16), (100, 100, 2, 8), (100, 100, 4, 16), (192, 20, 2, 8)]
+)
 def test_alignment(qk, v, item, promised):
     assert sizes.alignment(qk, v, item) == promised

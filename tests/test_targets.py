@@ -1,4 +1,6 @@
-"""Targets: every GPU has its row, the numbers fit their architecture, and a bad file is refused with its place."""
+"""Targets: every GPU has its row, the numbers fit their architecture, and a bad file is refused with its
+place.
+"""
 
 from pathlib import Path
 
@@ -53,9 +55,17 @@ def test_numbers_fit_the_architecture(target):
 
 
 def test_architectures():
-    assert ARCHS["sm_90"].triton_arch == 90 and ARCHS["sm_90"].backend == "cuda" and ARCHS["sm_90"].binary == "cubin"
-    assert ARCHS["sm_120"].capability == (12, 0) and ARCHS["sm_120"].oldest_driver == "570.26"
-    assert ARCHS["gfx942"].triton_arch == "gfx942" and ARCHS["gfx942"].warp_size == 64 and ARCHS["gfx942"].binary == "hsaco"
+    assert (
+        ARCHS["sm_90"].triton_arch == 90
+        and ARCHS["sm_90"].backend == "cuda"
+        and ARCHS["sm_90"].binary == "cubin"
+    )
+    assert ARCHS["sm_120"].capability == (12, 0) and ARCHS["sm_120"].oldest_driver == "580.65.06"
+    assert (
+        ARCHS["gfx942"].triton_arch == "gfx942"
+        and ARCHS["gfx942"].warp_size == 64
+        and ARCHS["gfx942"].binary == "hsaco"
+    )
 
 
 GOOD = (DIRECTORY / "h200.yaml").read_text()
@@ -66,15 +76,23 @@ GOOD = (DIRECTORY / "h200.yaml").read_text()
     [
         ("arch: sm_90", "arch: sm_91", ":2:7: arch: unknown architecture 'sm_91'; did you mean"),
         ("arch: sm_90", "arch: sparc", ":2:7: arch: unknown architecture 'sparc'; known: sm_80"),
-        ("multiprocessors: 132", "multiprocesors: 132", ":3:1: multiprocesors: unknown field; did you mean 'multiprocessors'?"),
-        ("multiprocessors: 132", "multiprocessors: many", ":3:18: multiprocessors: needs an integer, got 'many'"),
+        (
+            "multiprocessors: 132",
+            "multiprocesors: 132",
+            ":3:1: multiprocesors: unknown field; did you mean 'multiprocessors'?",
+        ),
+        (
+            "multiprocessors: 132",
+            "multiprocessors: many",
+            ":3:18: multiprocessors: needs an integer, got 'many'",
+        ),
         ("232448", "232449", ":4:26: shared_memory_per_block: needs a multiple of 1024, got 232449"),
         ("warp_size: 32", "warp_size: 64", ":1:1: warp_size 64 is not that of sm_90, 32"),
         ("memory_bandwidth: 4800", "memory_bandwidth: .nan", ":7:19: memory_bandwidth: needs"),
         ("  warp_size:", "  warp:", ":1:1: sources names no source for warp_size"),
         ("name:", "id: h200\nname:", ":1:1: id: unknown field; the id is the file's name"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_row_is_one_clear_line(tmp_path, old, new, line):
     path = tmp_path / "x200.yaml"
     path.write_text(GOOD.replace(old, new, 1))

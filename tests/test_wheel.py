@@ -1,4 +1,4 @@
-"""The wheel: equal bytes from equal content, metadata, tag, launcher; and `verify`, on sound, altered and hostile archives."""
+"""The wheel, its launcher and its tag; and `verify`, on sound, altered and hostile archives."""
 
 import csv
 import email
@@ -174,7 +174,9 @@ def test_launcher_is_reproducible_and_loads(tmp_path, monkeypatch):
     assert str(tmp_path).encode() not in first.data and b".note.gnu.build-id" not in first.data
     (tmp_path / wheel.LAUNCHER_FILE).write_bytes(first.data)
     program = "import _launch; assert _launch.answer() == 42"
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
 
 
 @needs_compiler
@@ -222,7 +224,9 @@ def test_tag_follows_the_glibc_that_is_needed(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.skipif(wheel.platform.machine() != "x86_64", reason="auditwheel knows the policies of this machine only")
+@pytest.mark.skipif(
+    wheel.platform.machine() != "x86_64", reason="auditwheel knows the policies of this machine only"
+)
 def test_auditwheel_confirms_the_tag(tmp_path):
     pytest.importorskip("auditwheel")
     launcher = wheel.build_launcher(RUNTIME)
@@ -233,7 +237,9 @@ def test_auditwheel_confirms_the_tag(tmp_path):
         [sys.executable, "-m", "auditwheel", "show", "--json", path], capture_output=True, text=True
     )
     if shown.returncode:  # before 6.7 without --json
-        shown = subprocess.run([sys.executable, "-m", "auditwheel", "show", path], capture_output=True, text=True)
+        shown = subprocess.run(
+            [sys.executable, "-m", "auditwheel", "show", path], capture_output=True, text=True
+        )
     text = " ".join(shown.stdout.split())
     assert any(f'"manylinux_2_{minor}_x86_64"' in text for minor in range(5, 18)), shown.stdout + shown.stderr
 
@@ -261,7 +267,9 @@ def test_verify_names_each_file_and_the_tools_that_differ(tmp_path):
     files[cubin] += b"!"
     files[kernel] = b"pass\n"
     del files["__init__.py"]
-    said = {d.file: d.reason for d in verify.verify_wheel(write(tmp_path / "a"), rebuild(tmp_path / "b", files))}
+    said = {
+        d.file: d.reason for d in verify.verify_wheel(write(tmp_path / "a"), rebuild(tmp_path / "b", files))
+    }
     assert list(said) == [f"some_model_kernels/{name}" for name in ("__init__.py", cubin, kernel)]
     reasons = list(said.values())
     assert reasons[0].startswith("in the wheel only") and reasons[2].startswith("missing from the wheel")
@@ -286,7 +294,10 @@ def test_verify_finds_what_record_contradicts(tmp_path):
     path = write(tmp_path / "a")
     rezip(path, lambda name, content: content + b"#" if name.endswith("__init__.py") else content)
     (difference,) = verify.verify_wheel(path, rebuild(tmp_path / "b"))
-    assert difference.file == "some_model_kernels/__init__.py" and "damaged: RECORD has sha256=" in difference.reason
+    assert (
+        difference.file == "some_model_kernels/__init__.py"
+        and "damaged: RECORD has sha256=" in difference.reason
+    )
     rezip(path, lambda name, content: None if name.endswith("__init__.py") else content)
     (difference,) = verify.verify_wheel(path, rebuild(tmp_path / "b"))
     assert difference.reason == "listed in RECORD, missing from the wheel"
@@ -314,14 +325,23 @@ def symbolic_link() -> zipfile.ZipInfo:
         (lambda path: path.write_bytes(b""), "damaged, or not a wheel"),
         (lambda path: path.write_bytes(b"text"), "damaged, or not a wheel"),
         (lambda path: path.write_bytes(path.read_bytes()[:-30]), "damaged, or not a wheel"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"\xed", b"\x00")), "damaged, or not a wheel"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"\xed", b"\x00")),
+            "damaged, or not a wheel",
+        ),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
         (lambda path: hostile(path, "../outside.py"), r"outside its own folder: '../outside.py'"),
         (lambda path: hostile(path, "/etc/passwd"), "outside its own folder"),
         (lambda path: hostile(path, "a\\..\\b"), "outside its own folder"),
         (lambda path: hostile(path, symbolic_link(), b"/etc/passwd"), "has a symbolic link"),
-        (lambda path: rezip(path, lambda name, content: None if "spec.yaml" in name else content), "one PACKAGE/spec.yaml"),
-        (lambda path: rezip(path, lambda name, content: None if "RECORD" in name else content), "one .dist-info/RECORD"),
+        (
+            lambda path: rezip(path, lambda name, content: None if "spec.yaml" in name else content),
+            "one PACKAGE/spec.yaml",
+        ),
+        (
+            lambda path: rezip(path, lambda name, content: None if "RECORD" in name else content),
+            "one .dist-info/RECORD",
+        ),
         (
             lambda path: rezip(path, lambda name, content: b"[" if "manifest" in name else content),
             "manifest.json is not JSON",

@@ -1,8 +1,9 @@
-/* Launches a loaded kernel through the CUDA or HIP driver: `bind` packs what never changes (function, block, shared memory, argument
-   kinds) once and returns a builtin function, called as kernel(grid, stream, *args).
+/* Launches a loaded kernel through the CUDA or HIP driver: `bind` packs what never changes (function, block,
+   shared memory, argument kinds) once and returns a builtin function, called as kernel(grid, stream, *args).
 
-   Touches no driver library itself: driver.py opens it and passes the addresses of its functions, so that this file needs neither
-   CUDA or HIP headers, nor torch, nor dlopen, and one build serves every CPython from 3.11 on (limited API).
+   Touches no driver library itself: driver.py opens it and passes the addresses of its functions, so that
+   this file needs neither CUDA or HIP headers, nor torch, nor dlopen, and one build serves every CPython from
+   3.11 on (limited API).
    Build: cc -O2 -shared -fPIC -I<python include> _launch.c -o _launch.abi3.so */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -15,8 +16,9 @@
 #define CAPSULE "_launch.Kernel"
 
 /* cuLaunchKernel and hipModuleLaunchKernel have one signature; 0 is success for both vendors. */
-typedef int (*launch_function)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                               unsigned block_z, unsigned shared_bytes, void *stream, void **parameters, void **extra);
+typedef int (*launch_function)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                               unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                               void *stream, void **parameters, void **extra);
 typedef int (*get_context_function)(void **context); /* cuCtxGetCurrent, cuCtxPopCurrent */
 typedef int (*push_context_function)(void *context); /* cuCtxPushCurrent */
 typedef int (*get_device_function)(int *device);     /* hipGetDevice */
@@ -37,8 +39,8 @@ typedef struct {
     Py_ssize_t count, scratch; /* declared arguments, null pointers that follow them */
     char kinds[MAX_ARGUMENTS]; /* 'p' pointer, 'i' int32, 'l' int64 */
     PyObject *data_ptr;        /* "data_ptr" */
-    PyObject *refuse;          /* refuse(position, value) raises the error of a bad argument; grid -2, stream -1, a wrong count -3 */
-    PyObject *fail;            /* fail(code, stage, grid, stream) raises the error of a failed driver call */
+    PyObject *refuse;          /* refuse(position, value) raises; -1 the stream, -2 the grid, -3 the count */
+    PyObject *fail;            /* fail(code, stage, grid, stream) raises */
 } kernel_t;
 
 typedef union {
@@ -47,8 +49,9 @@ typedef union {
     int64_t i64;
 } slot_t;
 
-/* Runs the launch in the kernel's own context or device, and puts the caller's back. Returns the driver's first error. */
-static int launch_in_context(const kernel_t *kernel, unsigned grid, void *stream, void **parameters, enum stage *stage) {
+/* Launches in the kernel's own context or device, then puts the caller's back. Returns the first error. */
+static int launch_in_context(const kernel_t *kernel, unsigned grid, void *stream, void **parameters,
+                             enum stage *stage) {
     int code, left = 0, switched = 0, device = 0;
     void *current = NULL;
     *stage = STAGE_ENTER;
@@ -70,7 +73,8 @@ static int launch_in_context(const kernel_t *kernel, unsigned grid, void *stream
         }
     }
     *stage = STAGE_LAUNCH;
-    code = kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream, parameters, NULL);
+    code = kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream,
+                          parameters, NULL);
     if (switched)
         left = kernel->get_context != NULL ? kernel->pop_context(&current) : kernel->set_device(device);
     if (code == 0 && left != 0) {
@@ -101,7 +105,7 @@ static PyObject *refuse_count(const kernel_t *kernel, Py_ssize_t count) {
     return NULL;
 }
 
-/* An address, as an int or from value.data_ptr(). 0, or -1 with an error set; *ours says that the value itself is unfit. */
+/* Reads an address, an int or value.data_ptr(). 0, or -1 with an error set; *ours: the value is unfit. */
 static int read_pointer(const kernel_t *kernel, PyObject *value, void **pointer, int *ours) {
     unsigned long long address;
     *ours = 1;
@@ -177,8 +181,8 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t n
     code = launch_in_context(kernel, grid, stream, parameters, &stage);
     Py_END_ALLOW_THREADS;
     if (code != 0) {
-        PyObject *result =
-            PyObject_CallFunction(kernel->fail, "iiIK", code, (int)stage, grid, (unsigned long long)(uintptr_t)stream);
+        PyObject *result = PyObject_CallFunction(kernel->fail, "iiIK", code, (int)stage, grid,
+                                                 (unsigned long long)(uintptr_t)stream);
         if (result != NULL) {
             Py_DECREF(result);
             PyErr_SetString(PyExc_SystemError, "_launch: fail() returned");
@@ -199,12 +203,12 @@ static void kernel_free(PyObject *capsule) {
     PyMem_Free(kernel);
 }
 
-static PyMethodDef kernel_method = {"kernel", (PyCFunction)(void (*)(void))kernel_call, METH_FASTCALL,
-                                    "kernel(grid, stream, *args): launch `grid` blocks on the stream handle `stream`."};
+static PyMethodDef kernel_method = {
+    "kernel", (PyCFunction)(void (*)(void))kernel_call, METH_FASTCALL,
+    "kernel(grid, stream, *args): launch `grid` blocks on the stream of handle `stream`."};
 
 static void *address(unsigned long long number) { return (void *)(uintptr_t)number; }
 
-/* bind(vendor, launch, get, enter, leave, scope, function, threads, shared_bytes, kinds, scratch, refuse, fail) -> kernel */
 static PyObject *bind(PyObject *module, PyObject *args) {
     const char *vendor, *kinds;
     unsigned long long launch, get, enter, leave, scope, function;
@@ -215,15 +219,16 @@ static PyObject *bind(PyObject *module, PyObject *args) {
     int cuda;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "sKKKKKKIIs#nOO", &vendor, &launch, &get, &enter, &leave, &scope, &function, &threads, &shared_bytes,
-                          &kinds, &count, &scratch, &on_refuse, &on_fail))
+    if (!PyArg_ParseTuple(args, "sKKKKKKIIs#nOO", &vendor, &launch, &get, &enter, &leave, &scope, &function,
+                          &threads, &shared_bytes, &kinds, &count, &scratch, &on_refuse, &on_fail))
         return NULL;
     if (count > MAX_ARGUMENTS || scratch < 0 || scratch > MAX_SCRATCH)
-        return PyErr_Format(PyExc_ValueError, "bind: %zd arguments and %zd scratch pointers; at most %d and %d", count, scratch,
-                            MAX_ARGUMENTS, MAX_SCRATCH);
+        return PyErr_Format(PyExc_ValueError, "bind: %zd arguments and %zd scratch; at most %d and %d",
+                            count, scratch, MAX_ARGUMENTS, MAX_SCRATCH);
     for (i = 0; i < count; i++)
         if (kinds[i] != 'p' && kinds[i] != 'i' && kinds[i] != 'l')
-            return PyErr_Format(PyExc_ValueError, "bind: argument %zd has kind %d; 'p', 'i' or 'l' needed", i, (int)kinds[i]);
+            return PyErr_Format(PyExc_ValueError, "bind: argument %zd has kind %d; 'p', 'i' or 'l' needed", i,
+                                (int)kinds[i]);
     cuda = strcmp(vendor, "nvidia") == 0;
     if (!cuda && strcmp(vendor, "amd") != 0)
         return PyErr_Format(PyExc_ValueError, "bind: vendor '%s'; 'nvidia' or 'amd' needed", vendor);
@@ -272,15 +277,16 @@ static PyObject *bind(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(vendor, launch, get, enter, leave, scope, function, threads, shared_bytes, kinds, scratch, refuse, fail) -> kernel.\n"
-     "`vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds` has one of 'p', 'i', 'l' per argument."},
+     "bind(vendor, launch, get, enter, leave, scope, function, threads, shared_bytes, kinds, scratch,\n"
+     "refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
+     "has one of 'p', 'i', 'l' per argument."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef_Slot slots_of_module[] = {{0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_launch", "Launches kernels through driver functions given by address.", 0, methods, slots_of_module,
-    NULL, NULL, NULL};
+    PyModuleDef_HEAD_INIT, "_launch", "Launches kernels through driver functions given by address.", 0,
+    methods, slots_of_module, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__launch(void) { return PyModuleDef_Init(&definition); }

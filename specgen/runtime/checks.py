@@ -1,8 +1,9 @@
-"""Argument checks that read shapes, strides, dtypes, devices and host integers only: no synchronisation, no allocation.
+"""Argument checks that read shapes, strides, dtypes, devices and host integers only: no synchronisation, no
+allocation.
 
-Each checker returns what a launch passes besides the tensors, so that nothing is read twice; `read_*` gives the same without
-a check (checks="none"). Every error names the argument, what came and what is needed, and is raised before anything is
-written. Kept straight-line: it is on the path of every call.
+Each checker returns what a launch passes besides the tensors, so that nothing is read twice; `read_*` gives
+the same without a check (checks="none"). Every error names the argument, what came and what is needed, and is
+raised before anything is written. Kept straight-line: it is on the path of every call.
 """
 
 from functools import reduce
@@ -20,7 +21,7 @@ _INT32 = torch.int32
 _FLOAT32 = torch.float32
 _grad_enabled = torch.is_grad_enabled
 
-_RANKS = {
+RANKS = {
     "q": "[tokens, query_heads, qk_dim]",
     "k": "[tokens, kv_heads, qk_dim]",
     "v": "[tokens, kv_heads, v_dim]",
@@ -49,7 +50,7 @@ def diagnose(function: str, tensors: dict[str, object]) -> None:
     Called after reading an argument failed, so that the caller sees a name instead of an AttributeError.
     """
     for name, tensor in tensors.items():
-        shape = _RANKS[name]
+        shape = RANKS[name]
         if not isinstance(tensor, Tensor):
             bad(function, name, f"is {type(tensor).__name__}", f"a torch.Tensor {shape}")
         if tensor.is_nested or tensor.layout is not torch.strided:
@@ -65,7 +66,9 @@ def refuse_features(function: str, features: dict[str, object]) -> None:
     """Raise for the first feature that is given: the package's spec has none of them."""
     for name, value in features.items():
         if value is not None:
-            raise UnsupportedError(f"{function}: {name} is given; needed: None, this package's spec has no such feature")
+            raise UnsupportedError(
+                f"{function}: {name} is given; needed: None, this package's spec has no such feature"
+            )
 
 
 def host_bound(name: str, value: object) -> None:
@@ -79,6 +82,8 @@ def host_bound(name: str, value: object) -> None:
 def check_attention(
     geometry: Geometry,
     limits: Limits,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -89,11 +94,12 @@ def check_attention(
 ) -> tuple[int, int, int, tuple[int, ...]]:
     """Check one attention call; return (num_seqs, max_pages, stride bits, strides).
 
-    Strides are in kernel order, those of a missing `out` contiguous; stride bits are the data strides or-ed together.
+    Strides are in kernel order, those of a missing `out` contiguous; stride bits are the data strides or-ed
+    together.
     """
     dtype = geometry.dtype
-    tokens, query_heads, qk_dim = q.shape
-    pages, page_size, kv_heads, k_dim = k_cache.shape
+    tokens, query_heads, qk_dim = q_shape
+    pages, page_size, kv_heads, k_dim = k_shape
     v_shape = v_cache.shape
     seqs, max_pages = block_table.shape
     (lens,) = seq_lens.shape
@@ -114,20 +120,50 @@ def check_attention(
     if qk_dim != geometry.qk_dim:
         bad("attention", "q", f"has head dim {qk_dim} in {list(q.shape)}", f"head dim {geometry.qk_dim}")
     if k_dim != geometry.qk_dim:
-        bad("attention", "k_cache", f"has head dim {k_dim} in {list(k_cache.shape)}", f"head dim {geometry.qk_dim}")
+        bad(
+            "attention",
+            "k_cache",
+            f"has head dim {k_dim} in {list(k_cache.shape)}",
+            f"head dim {geometry.qk_dim}",
+        )
     if page_size != geometry.page_size:
-        bad("attention", "k_cache", f"has page size {page_size} in {list(k_cache.shape)}", f"page size {geometry.page_size}")
+        bad(
+            "attention",
+            "k_cache",
+            f"has page size {page_size} in {list(k_cache.shape)}",
+            f"page size {geometry.page_size}",
+        )
     if v_shape != (pages, page_size, kv_heads, v_dim):
         need = [pages, page_size, kv_heads, v_dim]
-        bad("attention", "v_cache", f"has shape {list(v_shape)}", f"{need}: k_cache's pages and kv heads, head dim {v_dim}")
+        bad(
+            "attention",
+            "v_cache",
+            f"has shape {list(v_shape)}",
+            f"{need}: k_cache's pages and kv heads, head dim {v_dim}",
+        )
     if lens != seqs:
-        bad("attention", "seq_lens", f"has {lens} entries", f"{seqs}, one per row of block_table {[seqs, max_pages]}")
+        bad(
+            "attention",
+            "seq_lens",
+            f"has {lens} entries",
+            f"{seqs}, one per row of block_table {[seqs, max_pages]}",
+        )
     if cu_lens != seqs + 1:
         bad("attention", "cu_seqlens_q", f"has {cu_lens} entries", f"{seqs + 1}, one more than sequences")
     if tokens > limits.max_tokens:
-        bad("attention", "q", f"has {tokens} tokens", f"at most {limits.max_tokens}, the spec's limits.max_tokens")
+        bad(
+            "attention",
+            "q",
+            f"has {tokens} tokens",
+            f"at most {limits.max_tokens}, the spec's limits.max_tokens",
+        )
     if seqs > limits.max_seqs:
-        bad("attention", "block_table", f"has {seqs} sequences", f"at most {limits.max_seqs}, the spec's limits.max_seqs")
+        bad(
+            "attention",
+            "block_table",
+            f"has {seqs} sequences",
+            f"at most {limits.max_seqs}, the spec's limits.max_seqs",
+        )
     q_token, q_head, q_last = q.stride()
     k_page, k_slot, k_head, k_last = k_cache.stride()
     v_page, v_slot, v_head, v_last = v_cache.stride()
@@ -173,13 +209,30 @@ def check_attention(
         if (out_head < v_dim or out_token < query_heads * out_head) and _overlaps(
             (tokens, out_token), (query_heads, out_head), (v_dim, 1)
         ):
-            bad("attention", "out", f"has strides {out.stride()} that overlap", "every element at its own address")
+            bad(
+                "attention",
+                "out",
+                f"has strides {out.stride()} that overlap",
+                "every element at its own address",
+            )
         if out.get_device() != index or index < 0:
             _same_device("attention", {"q": q, "out": out})
         if _grad_enabled() and out.requires_grad:
             _refuse_grad("attention", {"out": out})
     bits = q_token | q_head | k_page | k_slot | k_head | v_page | v_slot | v_head | out_token | out_head
-    strides = (table_row, q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_token, out_head)
+    strides = (
+        table_row,
+        q_token,
+        q_head,
+        k_page,
+        k_slot,
+        k_head,
+        v_page,
+        v_slot,
+        v_head,
+        out_token,
+        out_head,
+    )
     return seqs, max_pages, bits, strides
 
 
@@ -196,27 +249,37 @@ def read_attention(
 def check_append(
     geometry: Geometry, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[int, int, int, tuple[int, ...]]:
-    """Check one append_kv call; return (num_tokens, num_slots, stride bits, strides), strides in kernel order."""
+    """Check one append_kv call; return (num_tokens, num_slots, stride bits, strides), strides in kernel
+    order.
+    """
     dtype = geometry.dtype
-    pages, page_size, kv_heads, k_dim = k_cache.shape
-    tokens, _, _ = k.shape
+    qk_dim, v_dim = geometry.qk_dim, geometry.v_dim
+    cache_shape = k_cache.shape
+    pages, page_size, kv_heads, k_dim = cache_shape
+    tokens, _, _ = k_shape = k.shape
     (slots,) = slot_mapping.shape
-    for name, tensor in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.dtype is not dtype:
-            bad("append_kv", name, f"has dtype {tensor.dtype}", dtype)
+    if k.dtype is not dtype:
+        bad("append_kv", "k", f"has dtype {k.dtype}", dtype)
+    if v.dtype is not dtype:
+        bad("append_kv", "v", f"has dtype {v.dtype}", dtype)
+    if k_cache.dtype is not dtype:
+        bad("append_kv", "k_cache", f"has dtype {k_cache.dtype}", dtype)
+    if v_cache.dtype is not dtype:
+        bad("append_kv", "v_cache", f"has dtype {v_cache.dtype}", dtype)
     if slot_mapping.dtype is not torch.int64:
         bad("append_kv", "slot_mapping", f"has dtype {slot_mapping.dtype}", torch.int64)
-    if k_dim != geometry.qk_dim:
-        bad("append_kv", "k_cache", f"has head dim {k_dim} in {list(k_cache.shape)}", f"head dim {geometry.qk_dim}")
+    if k_dim != qk_dim:
+        bad("append_kv", "k_cache", f"has head dim {k_dim} in {list(cache_shape)}", f"head dim {qk_dim}")
     if page_size != geometry.page_size:
-        bad("append_kv", "k_cache", f"has page size {page_size} in {list(k_cache.shape)}", f"page size {geometry.page_size}")
-    for name, tensor, need in (
-        ("v_cache", v_cache, (pages, page_size, kv_heads, geometry.v_dim)),
-        ("k", k, (tokens, kv_heads, k_dim)),
-        ("v", v, (tokens, kv_heads, geometry.v_dim)),
-    ):
-        if tensor.shape != need:
-            bad("append_kv", name, f"has shape {list(tensor.shape)}", list(need))
+        need = f"page size {geometry.page_size}"
+        bad("append_kv", "k_cache", f"has page size {page_size} in {list(cache_shape)}", need)
+    if v_cache.shape != (pages, page_size, kv_heads, v_dim):
+        need = [pages, page_size, kv_heads, v_dim]
+        bad("append_kv", "v_cache", f"has shape {list(v_cache.shape)}", need)
+    if k_shape != (tokens, kv_heads, qk_dim):
+        bad("append_kv", "k", f"has shape {list(k_shape)}", [tokens, kv_heads, qk_dim])
+    if v.shape != (tokens, kv_heads, v_dim):
+        bad("append_kv", "v", f"has shape {list(v.shape)}", [tokens, kv_heads, v_dim])
     if slots != tokens:
         bad("append_kv", "slot_mapping", f"has {slots} entries", f"{tokens}, one per token of k")
     k_token, k_head, k_last = k.stride()
@@ -224,24 +287,37 @@ def check_append(
     kc_page, kc_slot, kc_head, kc_last = k_cache.stride()
     vc_page, vc_slot, vc_head, vc_last = v_cache.stride()
     (slot_last,) = slot_mapping.stride()
-    if not k_last == v_last == kc_last == vc_last == 1:
-        for name, tensor in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
-            if tensor.stride()[-1] != 1:
-                _bad_strides("append_kv", name, tensor)
-    if slot_last != 1:
-        _bad_strides("append_kv", "slot_mapping", slot_mapping)
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if _overlaps(*zip(tensor.shape, tensor.stride())):
-            bad("append_kv", name, f"has strides {tensor.stride()} that overlap", "every element at its own address")
+    if not k_last == v_last == kc_last == vc_last == slot_last == 1:
+        tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+        for name, tensor in tensors.items():
+            _bad_strides("append_kv", name, tensor)
+    for name, (page, slot, head), dim in (
+        ("k_cache", (kc_page, kc_slot, kc_head), qk_dim),
+        ("v_cache", (vc_page, vc_slot, vc_head), v_dim),
+    ):
+        nested = head >= dim and slot >= kv_heads * head and page >= page_size * slot
+        if not nested and _overlaps((pages, page), (page_size, slot), (kv_heads, head), (dim, 1)):
+            bad(
+                "append_kv",
+                name,
+                f"has strides {(page, slot, head, 1)} that overlap",
+                "every element at its own address",
+            )
     index = k_cache.get_device()
     if not (
-        v_cache.get_device() == index == k.get_device() and v.get_device() == index == slot_mapping.get_device() and index >= 0
+        v_cache.get_device() == index == k.get_device()
+        and v.get_device() == index == slot_mapping.get_device()
+        and index >= 0
     ):
-        _same_device("append_kv", {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slot_mapping})
-    if _grad_enabled() and (k.requires_grad or v.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
+        tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slot_mapping}
+        _same_device("append_kv", tensors)
+    if _grad_enabled() and (
+        k.requires_grad or v.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+    ):
         _refuse_grad("append_kv", {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache})
     strides = (k_token, k_head, v_token, v_head, kc_page, kc_slot, kc_head, vc_page, vc_slot, vc_head)
-    return tokens, pages * page_size, reduce(or_, strides), strides
+    bits = k_token | k_head | v_token | v_head | kc_page | kc_slot | kc_head | vc_page | vc_slot | vc_head
+    return tokens, pages * page_size, bits, strides
 
 
 def check_merge(geometry: Geometry, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
@@ -259,7 +335,12 @@ def check_merge(geometry: Geometry, out_a: Tensor, lse_a: Tensor, out_b: Tensor,
         if tensor.shape != need:
             bad("merge_states", name, f"has shape {list(tensor.shape)}", list(need))
         if not tensor.is_contiguous():
-            bad("merge_states", name, f"has strides {tensor.stride()}", "a contiguous tensor; call .contiguous()")
+            bad(
+                "merge_states",
+                name,
+                f"has strides {tensor.stride()}",
+                "a contiguous tensor; call .contiguous()",
+            )
         if tensor.device != out_a.device:
             _same_device("merge_states", {"out_a": out_a, name: tensor})
         if tensor.requires_grad and _grad_enabled():
@@ -269,7 +350,7 @@ def check_merge(geometry: Geometry, out_a: Tensor, lse_a: Tensor, out_b: Tensor,
 def _bad_strides(function: str, name: str, tensor: Tensor) -> None:
     """Raise for a last stride other than 1; one element or none has no stride to speak of."""
     diagnose(function, {name: tensor})
-    if tensor.shape[-1] > 1:
+    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
         bad(function, name, f"has strides {tensor.stride()}", "a last stride of 1")
 
 
@@ -284,11 +365,16 @@ def _same_device(function: str, tensors: dict[str, Tensor]) -> None:
 def _refuse_grad(function: str, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.requires_grad:
-            bad(function, name, "requires grad", "inference: torch.no_grad(), inference_mode() or .detach(), no backward exists")
+            bad(
+                function,
+                name,
+                "requires grad",
+                "inference: torch.no_grad(), inference_mode() or .detach(), no backward exists",
+            )
 
 
 def _overlaps(*dims: tuple[int, int]) -> bool:
-    """Whether two indices of (size, stride) dims may share an address; dims that nest, in any order, do not."""
+    """Whether two indices of (size, stride) dims may share an address; dims that nest in any order do not."""
     reach = 0
     for size, stride in sorted(dims, key=lambda dim: dim[1]):
         if size == 0:

@@ -1,4 +1,6 @@
-"""The text of `describe()`: what is in a package, read from its manifest and table alone. Needs no GPU; reads no tensor."""
+"""The text of `describe()`: what is in a package, read from its manifest and table alone. Needs no GPU; reads
+no tensor.
+"""
 
 from . import sizes
 from .table import Table
@@ -9,7 +11,8 @@ def describe(manifest: dict, table: Table) -> str:
     lines = [
         f"{manifest['package']} {manifest['version']} (distribution {manifest['distribution']})",
         f"spec        {manifest['spec']['name']} sha256 {manifest['spec']['sha256']}",
-        f"built by    specgen {manifest['specgen']}, triton {manifest['triton']}, ptxas {manifest.get('ptxas') or 'none'}, "
+        f"built by    specgen {manifest['specgen']}, triton {manifest['triton']}, "
+        f"ptxas {manifest.get('ptxas') or 'none'}, "
         f"launcher by {manifest.get('launcher_compiler') or 'none (ctypes)'}",
         "limits      " + ", ".join(f"{name} {value}" for name, value in manifest["limits"].items()),
         "",
@@ -22,19 +25,24 @@ def describe(manifest: dict, table: Table) -> str:
         f"variants ({len(manifest['variants'])})",
         *_variants(manifest),
         "",
-        f"rows        {len(table.attention_rows)} attention, {len(table.append_rows)} append_kv, {len(table.merge_rows)} merge_states",
+        f"rows        {len(table.attention_rows)} attention, {len(table.append_rows)} append_kv, "
+        f"{len(table.merge_rows)} merge_states",
     ]
     return "\n".join(lines)
 
 
 def _layers(manifest: dict, table: Table):
     for layer in manifest["layers"]:
-        dims = str(layer["qk_dim"]) if layer["qk_dim"] == layer["v_dim"] else f"{layer['qk_dim']} (v {layer['v_dim']})"
+        dims = (
+            str(layer["qk_dim"])
+            if layer["qk_dim"] == layer["v_dim"]
+            else f"{layer['qk_dim']} (v {layer['v_dim']})"
+        )
         ranks = ", ".join(f"{query}/{kv}" for query, kv in table.heads(layer["name"]))
         yield (
-            f"  {layer['name']}: layers {_layer_range(layer['layers'])}, {layer['query_heads']}/{layer['kv_heads']} query/kv heads, "
-            f"head dim {dims}, {layer['dtype']}, {layer['mask']}, scale {layer['scale']:.6g}, page size {layer['page_size']}; "
-            f"per rank {ranks}"
+            f"  {layer['name']}: layers {_layer_range(layer['layers'])}, "
+            f"{layer['query_heads']}/{layer['kv_heads']} query/kv heads, head dim {dims}, {layer['dtype']}, "
+            f"{layer['mask']}, scale {layer['scale']:.6g}, page size {layer['page_size']}; per rank {ranks}"
         )
 
 
@@ -46,12 +54,18 @@ def _targets(manifest: dict, table: Table):
     for target in manifest["targets"]:
         arch = target["arch"]
         symbols = {symbol for row in table.attention_rows if row.arch == arch for symbol in row.symbols}
-        size = sizes.workspace_size(target["multiprocessors"], [manifest["variants"][symbol] for symbol in symbols])
-        binaries = [variant["binaries"][arch] for variant in manifest["variants"].values() if arch in variant["binaries"]]
+        size = sizes.workspace_size(
+            target["multiprocessors"], [manifest["variants"][symbol] for symbol in symbols]
+        )
+        binaries = [
+            variant["binaries"][arch]
+            for variant in manifest["variants"].values()
+            if arch in variant["binaries"]
+        ]
         driver = manifest.get("oldest_driver", {}).get(arch)
         yield (
-            f"  {target['id']}: {arch}, {target['multiprocessors']} multiprocessors, {len(binaries)} binaries, "
-            f"workspace {size.nbytes} bytes, oldest driver {driver or 'not stated'}"
+            f"  {target['id']}: {arch}, {target['multiprocessors']} multiprocessors, "
+            f"{len(binaries)} binaries, workspace {size.nbytes} bytes, oldest driver {driver or 'not stated'}"
         )
 
 
@@ -66,5 +80,6 @@ def _variants(manifest: dict):
         for arch, binary in variant["binaries"].items():
             yield (
                 f"    {arch}: {binary['shared_bytes']} shared bytes, {binary['registers']} registers, "
-                f"{binary['spill_bytes']} spill bytes, {binary['num_threads']} threads, sha256 {binary['sha256'][:12]}"
+                f"{binary['spill_bytes']} spill bytes, {binary['num_threads']} threads, "
+                f"sha256 {binary['sha256'][:12]}"
             )

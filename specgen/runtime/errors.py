@@ -54,7 +54,7 @@ class ArgumentError(KernelPackageError, ValueError):
 
 
 class UnsupportedError(ArgumentError):
-    """The arguments are well formed, but the package has no kernel for them; the message lists what it has."""
+    """The arguments are well formed, but the package has no kernel for them; the message lists its own."""
 
 
 class LaunchPathWarning(RuntimeWarning):

@@ -1,8 +1,9 @@
-"""What one attention call would do, and the least time the hardware could need for it. Launches nothing, loads nothing.
+"""What one attention call would do, and the least time the hardware could need for it. Launches nothing,
+loads nothing.
 
-Only `read_lengths`, for checks="full", reads device values. The floor is the larger of bytes / bandwidth and operations /
-matrix rate, for each of the package's targets of the row's arch whose manifest entry holds `memory_bandwidth_GBps` and
-`matrix_rate_TFLOPs`.
+Only `read_lengths`, for checks="full", reads device values. The floor is the larger of bytes / bandwidth and
+operations / matrix rate, for each of the package's targets of the row's arch whose manifest entry holds
+`memory_bandwidth_GBps` and `matrix_rate_TFLOPs`.
 """
 
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class Launch:
 class Explanation:
     """What one call would do; `str()` is the report.
 
-    `row` is the table row, None if there is nothing to launch. `bytes` and `operations` are exact if `exact`, else upper
-    bounds at the bounds of shapes and host integers; `floor_us` gives microseconds by target id.
+    `row` is the table row, None if there is nothing to launch. `bytes` and `operations` are exact if `exact`,
+    else upper bounds at the bounds of shapes and host integers; `floor_us` gives microseconds by target id.
     """
 
     row: AttentionRow | None
@@ -56,7 +57,10 @@ class Explanation:
             lines += [f"row         attention[{row.index}]: {row.reason}"]
         lines += [f"why         {reason}" for reason in self.why]
         for launch in self.launches:
-            lines += [f"{launch.family:<12}{launch.symbol}", f"            grid {launch.grid}: {launch.split}"]
+            lines += [
+                f"{launch.family:<12}{launch.symbol}",
+                f"            grid {launch.grid}: {launch.split}",
+            ]
         most = "" if self.exact else "at most "
         lines += [f"workspace   {self.workspace_bytes} bytes"]
         lines += [f"work        {most}{self.bytes} bytes, {most}{self.operations} operations"]
@@ -73,8 +77,9 @@ def read_lengths(cu_seqlens_q: Tensor, seq_lens: Tensor) -> Lengths:
 def explain(package, plans, problem, bound, data, return_lse, max_seqlen_k, lengths) -> Explanation:
     """The explanation of one checked call.
 
-    `plans` is the device's DevicePlans, or None with `problem` saying why no device could be opened; `bound` is what
-    `Package._bound_attention` returns, `data` the data tensors by name, `lengths` the real lengths or None.
+    `plans` is the device's DevicePlans, or None with `problem` saying why no device could be opened; `bound`
+    is what `Eager.bind_attention` returns, `data` the data tensors by name, `lengths` the real lengths or
+    None.
     """
     geometry, tokens, rows_bound, seqs, max_pages, *_ = bound
     manifest, table = package.manifest, package.table
@@ -87,13 +92,20 @@ def explain(package, plans, problem, bound, data, return_lse, max_seqlen_k, leng
     if rows_bound and seqs:
         broken = _broken_promises(geometry, data)
         row = table.attention(
-            arch, geometry.layer, geometry.query_heads, geometry.kv_heads, not broken, min(rows_bound, package.limits.max_tokens)
+            arch,
+            geometry.layer,
+            geometry.query_heads,
+            geometry.kv_heads,
+            not broken,
+            min(rows_bound, package.limits.max_tokens),
         )
         why = _why(geometry, row, rows_bound, tokens, broken)
         for symbol in row.symbols:
             variant = manifest["variants"][symbol]
             grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
-            launches.append(Launch(variant["family"], symbol, grid, _split(geometry, variant, grid, tokens, seqs, keys)))
+            launches.append(
+                Launch(variant["family"], symbol, grid, _split(geometry, variant, grid, tokens, seqs, keys))
+            )
     symbols = {symbol for row in table.attention_rows if row.arch == arch for symbol in row.symbols}
     size = sizes.workspace_size(multiprocessors, [manifest["variants"][symbol] for symbol in symbols])
     return Explanation(
@@ -117,7 +129,9 @@ def _device(manifest, table, plans, problem) -> tuple[str, int, str, str]:
         text = f"{plans.torch_device} ({device.multiprocessors} multiprocessors, rows of {device.arch})"
         return device.arch, device.multiprocessors, text, f"mode {device.mode}"
     target = manifest["targets"][0]
-    text = f"none here; shown for {target['id']} ({target['multiprocessors']} multiprocessors, {target['arch']})"
+    text = (
+        f"none here; shown for {target['id']} ({target['multiprocessors']} multiprocessors, {target['arch']})"
+    )
     return target["arch"], target["multiprocessors"], text, "cannot run"
 
 
@@ -125,13 +139,16 @@ def _why(geometry: Geometry, row: AttentionRow, bound: int, tokens: int, broken:
     degree = f"tensor_parallel {geometry.degree}"
     why = [
         f"layer {row.layer!r}, {row.query_heads}/{row.kv_heads} heads ({degree})",
-        f"at most {bound} query rows per sequence (tokens {tokens}): row takes {row.min_query_len}..{row.max_query_len}",
+        f"at most {bound} query rows per sequence (tokens {tokens}): "
+        f"row takes {row.min_query_len}..{row.max_query_len}",
     ]
     stride = (geometry.stride_mask + 1) * geometry.dtype.itemsize
     if broken:
         why.append("unaligned: " + "; ".join(broken))
     else:
-        why.append(f"aligned: pointers are multiples of {sizes.POINTER_ALIGNMENT} bytes, strides of {stride} bytes")
+        why.append(
+            f"aligned: pointers are multiples of {sizes.POINTER_ALIGNMENT} bytes, strides of {stride} bytes"
+        )
     return why
 
 
@@ -139,7 +156,9 @@ def _broken_promises(geometry: Geometry, data: dict[str, Tensor]) -> list[str]:
     broken = []
     for name, tensor in data.items():
         if tensor.data_ptr() % sizes.POINTER_ALIGNMENT:
-            broken.append(f"{name} starts at an address that is no multiple of {sizes.POINTER_ALIGNMENT} bytes")
+            broken.append(
+                f"{name} starts at an address that is no multiple of {sizes.POINTER_ALIGNMENT} bytes"
+            )
         if any(stride & geometry.stride_mask for stride in tensor.stride()[:-1]):
             step = geometry.stride_mask + 1
             broken.append(f"{name} has strides {tuple(tensor.stride())}, not multiples of {step} elements")
@@ -152,17 +171,21 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
     if variant["family"] == "decode" and tile:
         items = seqs * geometry.kv_heads * -(-keys // tile)
         return (
-            f"programs share at most {items} key tiles ({seqs} sequences x {geometry.kv_heads} kv heads x {-(-keys // tile)} "
-            f"tiles of {tile} keys), about {-(-items // grid)} each; parts of one sequence and head are merged by the last"
+            f"programs share at most {items} key tiles ({seqs} sequences x {geometry.kv_heads} kv heads x "
+            f"{-(-keys // tile)} tiles of {tile} keys), about {-(-items // grid)} each; "
+            "parts of one sequence and head are merged by the last"
         )
     if variant["family"] == "prefill" and per_block:
         group = geometry.query_heads // geometry.kv_heads
         blocks = geometry.kv_heads * (-(-tokens * group // per_block) + seqs)
-        return f"programs share at most {blocks} blocks of {per_block} rows (a kv head's {group} query heads packed)"
+        packed = f"a kv head's {group} query heads packed"
+        return f"programs share at most {blocks} blocks of {per_block} rows ({packed})"
     return "programs share the rows"
 
 
-def _work(geometry: Geometry, tokens, seqs, keys, lengths: Lengths | None, return_lse: bool) -> tuple[int, int]:
+def _work(
+    geometry: Geometry, tokens, seqs, keys, lengths: Lengths | None, return_lse: bool
+) -> tuple[int, int]:
     """(bytes, operations): the real ones for given lengths, else with `keys` visible to each row."""
     if lengths is None:
         rows, read, pairs = tokens, seqs * keys, tokens * keys

@@ -26,7 +26,8 @@ class Limits(NamedTuple):
 class Geometry:
     """One layer class at one tensor-parallel degree; `query_heads` and `kv_heads` are per rank.
 
-    `stride_mask` has the low bits that every stride, in elements, leaves zero where the aligned variant may run.
+    `stride_mask` has the low bits that every stride, in elements, leaves zero where the aligned variant may
+    run.
     """
 
     layer: str
@@ -70,8 +71,8 @@ class Geometries:
         have = [g for g in self.all if layer in (g.layer, None)]
         legal = ", ".join(f"{g.query_heads}/{g.kv_heads} (tensor_parallel {g.degree})" for g in have)
         return UnsupportedError(
-            f"attention: q has {query_heads} heads and k_cache {kv_heads} kv heads; needed for layer {have[0].layer!r}: "
-            f"one of query/kv heads {legal}"
+            f"attention: q has {query_heads} heads and k_cache {kv_heads} kv heads; "
+            f"needed for layer {have[0].layer!r}: one of query/kv heads {legal}"
         )
 
     def no_kv_heads(self, layer: object, kv_heads: int) -> ArgumentError:
@@ -88,12 +89,16 @@ class Geometries:
     def no_out(self, query_heads: int, v_dim: int) -> ArgumentError:
         """Why `merge_states` has no geometry for these."""
         legal = ", ".join(f"[tokens, {heads}, {dim}]" for heads, dim in self.by_out)
-        return UnsupportedError(f"merge_states: out_a has shape [tokens, {query_heads}, {v_dim}]; needed: one of {legal}")
+        return UnsupportedError(
+            f"merge_states: out_a has shape [tokens, {query_heads}, {v_dim}]; needed: one of {legal}"
+        )
 
     def _no_layer(self, function: str, layer: object) -> ArgumentError | None:
         names = ", ".join(map(repr, self.layers))
         if layer is None and len(self.layers) > 1:
-            return ArgumentError(f"{function}: layer is None; this package has several layers; needed: one of {names}")
+            return ArgumentError(
+                f"{function}: layer is None; this package has several layers; needed: one of {names}"
+            )
         if layer is not None and layer not in self.layers:
             return ArgumentError(f"{function}: layer is {layer!r}; needed: one of {names}")
         return None

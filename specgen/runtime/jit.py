@@ -45,6 +45,29 @@ def refusal() -> str | None:
     return None
 
 
+def signature(variant: dict) -> tuple[str, ...]:
+    """Triton's types of the arguments, in order, such as "*bf16" or "i32"."""
+    data, _ = _DATA[variant["dtype"]]
+    return tuple(
+        f"*{_TYPES.get(argument.dtype, data)}" if argument.kind == "pointer" else argument.kind
+        for argument in ARGUMENTS[variant["family"]]
+    )
+
+
+def divisibility(variant: dict) -> tuple[tuple[int, int], ...]:
+    """(argument, divisor) promised to the compiler: bytes for pointers, elements for strides."""
+    if not variant["aligned"]:
+        return ()
+    _, itemsize = _DATA[variant["dtype"]]
+    elements = variant["alignment"] // itemsize
+    promised = (
+        (i, 16 if argument.kind == "pointer" else elements)
+        for i, argument in enumerate(ARGUMENTS[variant["family"]])
+        if argument.aligned
+    )
+    return tuple((i, divisor) for i, divisor in promised if divisor > 1)
+
+
 def compile_kernel(
     module: ModuleType, symbol: str, variant: dict, arch: str, properties: DeviceProperties
 ) -> Compiled:
@@ -69,23 +92,12 @@ def compile_kernel(
         if vendor == "nvidia"
         else GPUTarget("hip", properties.arch, properties.warp_size)
     )
-    arguments = ARGUMENTS[variant["family"]]
-    data, itemsize = _DATA[variant["dtype"]]
-    types = [
-        f"*{_TYPES.get(argument.dtype, data)}" if argument.kind == "pointer" else argument.kind
-        for argument in arguments
-    ]
-    promises = {}
-    if variant["aligned"]:
-        elements = variant["alignment"] // itemsize
-        for i, argument in enumerate(arguments):
-            divisor = 16 if argument.kind == "pointer" else elements
-            if argument.aligned and divisor > 1:
-                promises[i,] = [["tt.divisibility", divisor]]
     options = {"num_warps": variant["num_warps"], "num_stages": variant["num_stages"]}
     if vendor == vendor_of(arch):
         options |= dict(variant.get("options") or {})
-    source = ASTSource(function, dict(zip(function.arg_names, types, strict=True)), attrs=promises)
+    types = dict(zip(function.arg_names, signature(variant), strict=True))
+    attributes = {(i,): [["tt.divisibility", divisor]] for i, divisor in divisibility(variant)}
+    source = ASTSource(function, types, attrs=attributes)
     try:
         kernel = triton.compile(source, target=target, options=options)
     except Exception as error:
@@ -95,12 +107,12 @@ def compile_kernel(
     needed, available = kernel.metadata.shared, properties.shared_memory_per_block
     if needed > available:
         raise NoBinaryError(
-            f"{symbol}, compiled for {properties.name} ({properties.arch}), needs {needed} bytes of shared memory "
-            f"per block; the GPU has {available}"
+            f"{symbol}, compiled for {properties.name} ({properties.arch}), needs {needed} bytes of shared "
+            f"memory per block; the GPU has {available}"
         )
     if any(getattr(kernel.metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")):
         raise NoBinaryError(
-            f"{symbol}, compiled for {properties.arch}, needs scratch memory, which this launcher does not have"
+            f"{symbol}, compiled for {properties.arch}, needs scratch memory, which a launch does not give"
         )
     image = kernel.asm["cubin" if vendor == "nvidia" else "hsaco"]
     return Compiled(image, kernel.metadata.name, needed, kernel.metadata.num_warps * properties.warp_size)

@@ -1,7 +1,9 @@
-"""The public functions as torch custom operators, with fake implementations, in a namespace named as the package.
+"""The public functions as torch custom operators, with fake implementations, in a namespace named as the
+package.
 
-Under torch.compile, export and fake tensors the public functions call these; the eager call never does. Registration is one
-small library per package, made at import, and survives a reload of the package: the operators stay and serve the new one.
+Under torch.compile, export and fake tensors the public functions call these; the eager call never does.
+Registration is one small library per package, made at import, and survives a reload of the package: the
+operators stay and serve the new one.
 """
 
 import torch
@@ -16,7 +18,8 @@ _SCHEMAS = {
     "attention_lse": f"({_PAGED}, {_OPTIONS}) -> (Tensor, Tensor)",
     "attention_out": f"({_PAGED}, Tensor(a!) out, {_OPTIONS}) -> ()",
     "attention_out_lse": f"({_PAGED}, Tensor(a!) out, {_OPTIONS}) -> Tensor",
-    "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, str? layer=None) -> ()",
+    "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+    "str? layer=None) -> ()",
     "merge_states": "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
 }
 _BACKENDS = ("CPU", "CUDA")
@@ -42,7 +45,8 @@ class Operators:
         self._merge_states = space.merge_states.default
 
     def attention(
-        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer, checks, out, return_lse
+        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
+        checks, out, return_lse,
     ):  # fmt: skip
         """`attention` as one operator; the result is that of the public function."""
         paged = (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
@@ -69,53 +73,40 @@ class _Served:
     def __init__(self, package, namespace: str):
         self.package = package
         self.library = torch.library.Library(namespace, "DEF")
-        tags = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+        tags = (
+            torch.Tag.pt2_compliant_tag,
+            getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
+        )
         for name, schema in _SCHEMAS.items():
             self.library.define(name + schema, tags=tags)
             for backend in _BACKENDS:
                 self.library.impl(name, getattr(self, name), backend)
             torch.library.register_fake(f"{namespace}::{name}", globals()[f"_fake_{name}"], lib=self.library)
 
-    def attention(
-        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None, max_seqlen_k=None, layer=None,
-        checks="shapes",
-    ):  # fmt: skip
-        return self._run(
-            (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q), None, False, max_seqlen_q, max_seqlen_k, layer, checks
-        )
+    # The dispatcher passes arguments by place, in schema order, and may leave out trailing defaults.
 
-    def attention_lse(
-        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None, max_seqlen_k=None, layer=None,
-        checks="shapes",
-    ):  # fmt: skip
-        return self._run(
-            (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q), None, True, max_seqlen_q, max_seqlen_k, layer, checks
-        )
+    def attention(self, *arguments):
+        return self._run(arguments[:6], None, False, *arguments[6:])
 
-    def attention_out(
-        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, max_seqlen_q=None, max_seqlen_k=None, layer=None,
-        checks="shapes",
-    ):  # fmt: skip
-        self._run(
-            (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q), out, False, max_seqlen_q, max_seqlen_k, layer, checks
-        )
+    def attention_lse(self, *arguments):
+        return self._run(arguments[:6], None, True, *arguments[6:])
 
-    def attention_out_lse(
-        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, max_seqlen_q=None, max_seqlen_k=None, layer=None,
-        checks="shapes",
-    ):  # fmt: skip
-        return self._run(
-            (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q), out, True, max_seqlen_q, max_seqlen_k, layer, checks
-        )[1]
+    def attention_out(self, *arguments):
+        self._run(arguments[:6], arguments[6], False, *arguments[7:])
+
+    def attention_out_lse(self, *arguments):
+        return self._run(arguments[:6], arguments[6], True, *arguments[7:])[1]
 
     def append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer=None):
-        self.package._append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+        self.package.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
 
     def merge_states(self, out_a, lse_a, out_b, lse_b):
-        return self.package._merge_states(out_a, lse_a, out_b, lse_b)
+        return self.package.run_merge_states(out_a, lse_a, out_b, lse_b)
 
-    def _run(self, paged, out, return_lse, max_seqlen_q, max_seqlen_k, layer, checks):
-        return self.package._attention(*paged, max_seqlen_q, max_seqlen_k, layer, out, return_lse, None, checks)
+    def _run(self, paged, out, return_lse, max_seqlen_q=None, max_seqlen_k=None, layer=None, checks="shapes"):
+        return self.package.run_attention(
+            *paged, max_seqlen_q, max_seqlen_k, layer, out, return_lse, None, checks
+        )
 
 
 def _fake_attention(q, k_cache, v_cache, *_, **__):
@@ -152,4 +143,6 @@ def _ranks(q, v_cache) -> None:
     if q.ndim != 3:
         raise ArgumentError(f"attention: q has shape {list(q.shape)}; needed: [tokens, query_heads, qk_dim]")
     if v_cache.ndim != 4:
-        raise ArgumentError(f"attention: v_cache has shape {list(v_cache.shape)}; needed: [pages, page_size, kv_heads, v_dim]")
+        raise ArgumentError(
+            f"attention: v_cache has shape {list(v_cache.shape)}; needed: [pages, page_size, kv_heads, v_dim]"
+        )

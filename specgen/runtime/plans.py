@@ -1,4 +1,5 @@
-"""What a package keeps per device: the kernels and grid of each table row, ready to launch, and the default workspaces.
+"""What a package keeps per device: the kernels and grid of each table row, ready to launch, and the default
+workspaces.
 
 Loads kernels through device.py at first use, or all of them in `warm`; launches nothing itself.
 """
@@ -14,7 +15,9 @@ _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class AttentionPlan:
-    """One attention row on one device: the callables and grids of a launch. `ready` once the kernels are loaded."""
+    """One attention row on one device: the callables and grids of a launch. `ready` once the kernels are
+    loaded.
+    """
 
     __slots__ = ("row", "max_query_len", "ready", "prefill", "prefill_grid", "decode", "decode_grid")
 
@@ -29,7 +32,8 @@ class AttentionPlan:
 class DevicePlans:
     """One device of one package.
 
-    `device` is the open Device, `size` the workspace size of this package here. Every lookup is by shapes and host integers.
+    `device` is the open Device, `size` the workspace size of this package here. Every lookup is by shapes and
+    host integers.
     """
 
     def __init__(self, device, torch_device: torch.device, table: Table, variants: dict, make_workspace):
@@ -50,7 +54,9 @@ class DevicePlans:
         self._merge: dict[Geometry, tuple] = {}
 
     def attention(self, geometry: Geometry, aligned: bool, max_query_len: int) -> AttentionPlan:
-        """The plan of the row for a bound of 1 or more query rows, kernels loaded. Raises what Device.kernel raises."""
+        """The plan of the row for a bound of 1 or more query rows, kernels loaded. Raises what Device.kernel
+        raises.
+        """
         plans = self._attention.get((geometry, aligned))
         if plans is None:
             key = self.device.arch, geometry.layer, geometry.query_heads, geometry.kv_heads, aligned
@@ -61,7 +67,9 @@ class DevicePlans:
                 if not plan.ready:
                     self._load(plan)
                 return plan
-        raise NoRowError(f"no attention row for max_query_len {max_query_len}: rows cover 1..{plans[-1].max_query_len}")
+        raise NoRowError(
+            f"no attention row for max_query_len {max_query_len}: rows cover 1..{plans[-1].max_query_len}"
+        )
 
     def append(self, geometry: Geometry, aligned: bool) -> tuple:
         """(kernel, grid) of append_kv."""
@@ -85,7 +93,9 @@ class DevicePlans:
         return sizes.grid(self.device.multiprocessors, self._variants[symbol]["ctas_per_multiprocessor"])
 
     def warm(self) -> None:
-        """Load every kernel, make the current stream's workspace and the spare; wait until the device has done so."""
+        """Load every kernel, make the current stream's workspace and the spare; wait until the device has
+        done so.
+        """
         self.device.load_all()
         stream = self.current_stream(self.index)
         if self.workspaces.by_stream.get(stream) is None:

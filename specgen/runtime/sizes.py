@@ -1,7 +1,7 @@
 """The one formula for grids and scratch: read by allocator, kernels' templates, dispatch, manifest and tests.
 
-A grid is a constant of device and variant, never of the batch; so is the workspace. Pure integers: imports nothing but the
-standard library.
+A grid is a constant of device and variant, never of the batch; so is the workspace. Pure integers: imports
+nothing but the standard library.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,8 +38,9 @@ def block_v(v_dim: int) -> int:
 def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
     """Scratch of one decode launch of `programs` programs.
 
-    Each program leaves at most two partial states (its first and its last item): partial_acc [2 * programs, block_m,
-    block_v], partial_ml [2 * programs, 2, block_m] (running max and sum), counters [programs], zero between launches.
+    Each program leaves at most two partial states (its first and its last item): partial_acc [2 * programs,
+    block_m, block_v], partial_ml [2 * programs, 2, block_m] (running max and sum), counters [programs], zero
+    between launches.
     """
     return WorkspaceSize(
         partial_acc=2 * programs * block_m * block_v(v_dim),
@@ -51,8 +52,8 @@ def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
 def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> WorkspaceSize:
     """Scratch that serves every given variant on a device: the elementwise maximum over its decode variants.
 
-    `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m` and `v_dim`; others than decode need
-    none. No array is empty, so that each has an address.
+    `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m` and `v_dim`; others
+    than decode need none. No array is empty, so that each has an address.
     """
     size = WorkspaceSize(1, 1, 1)
     for variant in variants:

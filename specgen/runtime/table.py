@@ -1,7 +1,8 @@
 """The dispatch table: rows as frozen data, the lookup, and the proof that rows are total and disjoint.
 
-Generated `dispatch.py` holds tuples of these rows; the package looks rows up by shapes and host integers only. Pure: imports
-nothing but the standard library, reads no tensor and no device, so that the generator and its tests use it as it is.
+Generated `dispatch.py` holds tuples of these rows; the package looks rows up by shapes and host integers
+only. Pure: imports nothing but the standard library, reads no tensor and no device, so that the generator and
+its tests use it as it is.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 class AttentionRow:
     """One row of the attention table: which kernels one call launches.
 
-    `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len` are inclusive bounds on the caller's
-    bound of query rows per sequence, min(max_seqlen_q, tokens). `decode` and `prefill` are symbols; a row with both launches
-    both, and the device decides which sequences are whose.
+    `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len` are inclusive bounds
+    on the caller's bound of query rows per sequence, min(max_seqlen_q, tokens). `decode` and `prefill` are
+    symbols; a row with both launches both, and the device decides which sequences are whose.
     """
 
     index: int
@@ -84,11 +85,15 @@ class Table:
             rows = sorted(rows, key=lambda row: row.min_query_len)
             for before, after in zip(rows, rows[1:]):
                 if after.min_query_len <= before.max_query_len:
-                    raise ValueError(f"attention rows {before.index} and {after.index} overlap: {before} and {after}")
+                    raise ValueError(
+                        f"attention rows {before.index} and {after.index} overlap: {before} and {after}"
+                    )
             self._attention[key] = tuple(rows)
         self._append = _unique("append_kv", self.append_rows, _append_key)
         self._merge = _unique("merge_states", self.merge_rows, _merge_key)
-        self.archs = _distinct(row.arch for row in (*self.attention_rows, *self.append_rows, *self.merge_rows))
+        self.archs = _distinct(
+            row.arch for row in (*self.attention_rows, *self.append_rows, *self.merge_rows)
+        )
         self.layers = _distinct(row.layer for row in self.attention_rows)
 
     def heads(self, layer: str) -> tuple[tuple[int, int], ...]:
@@ -107,7 +112,9 @@ class Table:
     def attention(
         self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool, max_query_len: int
     ) -> AttentionRow:
-        """The one row for a call whose sequences have at most `max_query_len` (>= 1) query rows each. Raises NoRowError."""
+        """The one row for a call whose sequences have at most `max_query_len` (>= 1) query rows each. Raises
+        NoRowError.
+        """
         rows = self.attention_group(arch, layer, query_heads, kv_heads, aligned)
         for row in rows:
             if row.min_query_len <= max_query_len <= row.max_query_len:
@@ -120,7 +127,9 @@ class Table:
         try:
             return self._append[arch, layer, kv_heads, aligned]
         except KeyError:
-            have = _distinct(f"{row.layer} with {row.kv_heads} kv heads on {row.arch}" for row in self.append_rows)
+            have = _distinct(
+                f"{row.layer} with {row.kv_heads} kv heads on {row.arch}" for row in self.append_rows
+            )
             asked = f"arch {arch}, layer {layer!r}, {kv_heads} kv heads, aligned {aligned}"
             raise NoRowError(f"no append_kv row for {asked}; the table has {_listed(have)}") from None
 
@@ -129,16 +138,19 @@ class Table:
         try:
             return self._merge[arch, query_heads, v_dim]
         except KeyError:
-            have = _distinct(f"{row.query_heads} heads of {row.v_dim} on {row.arch}" for row in self.merge_rows)
+            have = _distinct(
+                f"{row.query_heads} heads of {row.v_dim} on {row.arch}" for row in self.merge_rows
+            )
             asked = f"arch {arch}, {query_heads} query heads, v_dim {v_dim}"
             raise NoRowError(f"no merge_states row for {asked}; the table has {_listed(have)}") from None
 
     def faults(self, max_tokens: int) -> list[str]:
-        """Why the rows are not total and disjoint over query lengths 1..max_tokens; an empty list is the proof.
+        """Why the rows are not total and disjoint over query lengths 1..max_tokens; an empty list is the
+        proof.
 
-        Checked by intervals: each (arch, layer, heads) has both guards, each guard's rows meet end to end from 1 to
-        `max_tokens`, each row launches something, and each layer has its append_kv and merge_states rows where the table
-        has any of those.
+        Checked by intervals: each (arch, layer, heads) has both guards, each guard's rows meet end to end
+        from 1 to `max_tokens`, each row launches something, and each layer has its append_kv and merge_states
+        rows where the table has any of those.
         """
         found = []
         for arch in self.archs:
@@ -146,27 +158,44 @@ class Table:
                 for query_heads, kv_heads in self.heads(layer):
                     for aligned in (True, False):
                         key = (arch, layer, query_heads, kv_heads, aligned)
-                        name = f"{arch} {layer} {query_heads}/{kv_heads} {'aligned' if aligned else 'unaligned'}"
+                        name = (
+                            f"{arch} {layer} {query_heads}/{kv_heads} {'aligned' if aligned else 'unaligned'}"
+                        )
                         found += _interval_faults(name, self._attention.get(key, ()), max_tokens)
                         if self.append_rows and (arch, layer, kv_heads, aligned) not in self._append:
                             found.append(f"{name}: no append_kv row")
         if self.merge_rows:
             wanted = _distinct((row.arch, row.query_heads) for row in self.attention_rows)
             have = {(row.arch, row.query_heads) for row in self.merge_rows}
-            found += [f"{arch} {heads} query heads: no merge_states row" for arch, heads in wanted if (arch, heads) not in have]
+            found += [
+                f"{arch} {heads} query heads: no merge_states row"
+                for arch, heads in wanted
+                if (arch, heads) not in have
+            ]
         for rows in (self.attention_rows, self.append_rows, self.merge_rows):
-            found += [f"row {row.index} stands at place {place}: {row}" for place, row in enumerate(rows) if row.index != place]
+            found += [
+                f"row {row.index} stands at place {place}: {row}"
+                for place, row in enumerate(rows)
+                if row.index != place
+            ]
         return found
 
     def _no_attention_row(self, arch, layer, query_heads, kv_heads, aligned) -> NoRowError:
         if arch not in self.archs:
             return NoRowError(f"no attention row for arch {arch}; the table has {_listed(self.archs)}")
         if layer not in self.layers:
-            return NoRowError(f"no attention row for layer {layer!r}; the table has {_listed(map(repr, self.layers))}")
+            return NoRowError(
+                f"no attention row for layer {layer!r}; the table has {_listed(map(repr, self.layers))}"
+            )
         if (query_heads, kv_heads) not in self.heads(layer):
             have = _listed(f"{query}/{kv}" for query, kv in self.heads(layer))
-            return NoRowError(f"no attention row of layer {layer!r} for {query_heads}/{kv_heads} heads; the table has {have}")
-        return NoRowError(f"no attention row for {arch}, layer {layer!r}, {query_heads}/{kv_heads} heads, aligned {aligned}")
+            return NoRowError(
+                f"no attention row of layer {layer!r} for {query_heads}/{kv_heads} heads; "
+                f"the table has {have}"
+            )
+        return NoRowError(
+            f"no attention row for {arch}, layer {layer!r}, {query_heads}/{kv_heads} heads, aligned {aligned}"
+        )
 
 
 def _attention_key(row: AttentionRow) -> tuple:

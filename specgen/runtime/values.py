@@ -1,4 +1,6 @@
-"""checks="full": the checks of values that live on the device. Copies them to the host, so it synchronises; never writes."""
+"""checks="full": the checks of values that live on the device. Copies them to the host, so it synchronises;
+never writes.
+"""
 
 import torch
 from torch import Tensor
@@ -21,14 +23,15 @@ def check_values(
 ) -> None:
     """Check lengths, offsets and page ids of one attention call whose shapes are already checked.
 
-    Raises ArgumentError naming the sequence; also when a graph is being captured, as nothing can be read then. A sequence with
-    more queries than keys is legal: its first rows see no key.
+    Raises ArgumentError naming the sequence; also when a graph is being captured, as nothing can be read
+    then. A sequence with more queries than keys is legal: its first rows see no key.
     """
     if seq_lens.is_cuda:
         with torch.cuda.device(seq_lens.device):
             if torch.cuda.is_current_stream_capturing():
                 raise ArgumentError(
-                    "attention: checks is 'full' while a graph is being captured; needed: 'shapes' or 'none', full checks synchronise"
+                    "attention: checks is 'full' while a graph is being captured, and that synchronises; "
+                    "needed: 'shapes' or 'none'"
                 )
     offsets = cu_seqlens_q.cpu().long()
     keys = seq_lens.cpu().long()
@@ -47,7 +50,8 @@ def check_values(
         bad("attention", "seq_lens", f"is {int(keys[seq])} at sequence {seq}", "at least 0")
     capacity = block_table.shape[1] * geometry.page_size
     if (seq := _first(keys > capacity)) is not None:
-        need = f"at most {capacity}, what {block_table.shape[1]} block_table columns of {geometry.page_size} keys hold"
+        columns = f"{block_table.shape[1]} block_table columns of {geometry.page_size} keys"
+        need = f"at most {capacity}, what {columns} hold"
         bad("attention", "seq_lens", f"is {int(keys[seq])} at sequence {seq}", need)
     if (seq := _first(keys > limits.max_seq_len)) is not None:
         need = f"at most {limits.max_seq_len}, the spec's limits.max_seq_len"
@@ -62,7 +66,12 @@ def check_values(
     if len(wrong):
         seq, column = wrong[0].tolist()
         came = f"has page {int(table[seq, column])} at [{seq}, {column}]"
-        bad("attention", "block_table", came, f"0 to {pages - 1} for the {int(keys[seq])} keys of the sequence")
+        bad(
+            "attention",
+            "block_table",
+            came,
+            f"0 to {pages - 1} for the {int(keys[seq])} keys of the sequence",
+        )
 
 
 def _first(wrong: Tensor) -> int | None:

@@ -1,6 +1,7 @@
 """Scratch of the decode kernels: one caller-owned object, and the pool that keeps one per stream by default.
 
-Allocates on a device and zeroes counters; launches nothing. Sizes come from sizes.py and are constants of package and device.
+Allocates on a device and zeroes counters; launches nothing. Sizes come from sizes.py and are constants of
+package and device.
 """
 
 import threading
@@ -15,9 +16,9 @@ from .sizes import WorkspaceSize
 class Workspace:
     """Scratch for `attention` on one device, of a constant size.
 
-    `partial_acc` and `partial_ml` are float32, `counters` int32, each flat. The kernels leave the counters zero, so one
-    workspace serves any number of calls that run one after another; calls that may run at once, as two graphs that may replay
-    at once, need two. `limits` holds what a call that uses it may hold at most.
+    `partial_acc` and `partial_ml` are float32, `counters` int32, each flat. The kernels leave the counters
+    zero, so one workspace serves any number of calls that run one after another; calls that may run at once,
+    as two graphs that may replay at once, need two. `limits` holds what a call that uses it may hold at most.
     """
 
     __slots__ = ("partial_acc", "partial_ml", "counters", "device", "limits", "nbytes", "_owner")
@@ -47,8 +48,8 @@ class Workspace:
 class WorkspacePool:
     """The default workspaces of one device: one per stream, made at the stream's first call.
 
-    While a graph is being captured nothing may be made: a stream without one takes the spare, which `warmup` makes and later
-    calls outside a capture renew.
+    While a graph is being captured nothing may be made: a stream without one takes the spare, which `warmup`
+    makes and later calls outside a capture renew.
     """
 
     __slots__ = ("by_stream", "spare_wanted", "_spare", "_make", "_device", "_lock")
@@ -62,7 +63,9 @@ class WorkspacePool:
         self._lock = threading.Lock()
 
     def missing(self, stream: int) -> Workspace:
-        """The workspace of a stream that has none yet. Raises CaptureError during a capture that finds no spare."""
+        """The workspace of a stream that has none yet. Raises CaptureError during a capture that finds no
+        spare.
+        """
         with self._lock:
             found = self.by_stream.get(stream)
             if found is None:
@@ -101,7 +104,9 @@ def narrowed(limits: Limits, overrides: dict[str, object]) -> Limits:
             raise ArgumentError(f"workspace: {name} is no limit; needed: one of {', '.join(Limits._fields)}")
         most = getattr(limits, name)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ArgumentError(f"workspace: {name} is {type(value).__name__}; needed: a host int from 1 to {most}")
+            raise ArgumentError(
+                f"workspace: {name} is {type(value).__name__}; needed: a host int from 1 to {most}"
+            )
         if not 1 <= value <= most:
             raise ArgumentError(f"workspace: {name} is {value}; needed: 1 to {most}, the spec's limit")
     return limits._replace(**overrides)

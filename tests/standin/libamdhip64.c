@@ -1,5 +1,5 @@
-/* A stand-in for libamdhip64.so: records the calls of the launcher and answers as the tests tell it. Declared by the real
-   hip_runtime_api.h, so that the compiler checks every prototype and lays out the device properties.
+/* A stand-in for libamdhip64.so: records the calls of the launcher and answers as the tests tell it. Declared
+   by the real hip_runtime_api.h, so that the compiler checks every prototype and lays out the properties.
    Build: cc -shared -fPIC -D__HIP_PLATFORM_AMD__ -I<folder of hip/> libamdhip64.c -o libamdhip64.so */
 #include <hip/hip_runtime_api.h>
 
@@ -19,8 +19,8 @@ hipError_t hipGetDeviceProperties(hipDeviceProp_t *properties, int device) {
         return hipErrorInvalidDevice;
     memset(properties, 0, sizeof *properties);
     snprintf(properties->name, sizeof properties->name, "Stand-in Instinct %d", device);
-    snprintf(properties->gcnArchName, sizeof properties->gcnArchName, "gfx%d%02x:sramecc+:xnack-", standin_get("major"),
-             (unsigned)standin_get("minor"));
+    snprintf(properties->gcnArchName, sizeof properties->gcnArchName, "gfx%d%02x:sramecc+:xnack-",
+             standin_get("major"), (unsigned)standin_get("minor"));
     properties->multiProcessorCount = standin_get("multiprocessors");
     properties->sharedMemPerBlock = (size_t)(shared ? shared : 64 << 10);
     properties->warpSize = 64;
@@ -71,13 +71,15 @@ hipError_t hipStreamIsCapturing(hipStream_t stream, hipStreamCaptureStatus *stat
     return hipSuccess;
 }
 
-hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                                 unsigned shared, hipStream_t stream, void **parameters, void **extra) {
+hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                                 unsigned by, unsigned bz, unsigned shared, hipStream_t stream,
+                                 void **parameters, void **extra) {
     char where[16];
     if (standin_get("fail_launch"))
         return (hipError_t)standin_get("fail_launch");
     snprintf(where, sizeof where, "%d", current);
-    standin_launch("hipModuleLaunchKernel", function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra, where);
+    standin_launch("hipModuleLaunchKernel", function, gx, gy, gz, bx, by, bz, shared, stream, parameters,
+                   extra, where);
     return hipSuccess;
 }
 

@@ -1,5 +1,6 @@
-/* A stand-in for libcuda.so.1: records the calls of the launcher and answers as the tests tell it. Declared by the real cuda.h,
-   so that the compiler checks every prototype. Build: cc -shared -fPIC -I<folder of cuda.h> libcuda.c -o libcuda.so.1 */
+/* A stand-in for libcuda.so.1: records the calls of the launcher and answers as the tests tell it. Declared
+   by the real cuda.h, so that the compiler checks every prototype.
+   Build: cc -shared -fPIC -I<folder of cuda.h> libcuda.c -o libcuda.so.1 */
 #include <cuda.h>
 
 #include "standin.h"
@@ -34,6 +35,7 @@ CUresult cuDeviceGetName(char *name, int length, CUdevice device) {
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     int major = standin_get("major"), minor = standin_get("minor"), shared = standin_get("shared");
+    int usual = major == 8 && minor == 0 ? 163 : major == 8 || major == 12 ? 99 : 227; /* KB */
     (void)device;
     switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
@@ -48,8 +50,8 @@ CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
         *value = 32;
         return CUDA_SUCCESS;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: /* as the CUDA programming guide tabulates it */
-        *value = shared ? shared : major == 8 && minor == 0 ? 163 << 10 : major == 8 || major == 12 ? 99 << 10 : 227 << 10;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+        *value = shared ? shared : usual << 10;
         return CUDA_SUCCESS;
     default:
         return CUDA_ERROR_INVALID_VALUE;
@@ -120,22 +122,24 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
 }
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    standin_record("cuStreamIsCapturing %#llx on=%d\n", (unsigned long long)(uintptr_t)stream, device_of(current()));
+    standin_record("cuStreamIsCapturing %#llx on=%d\n", (unsigned long long)(uintptr_t)stream,
+                   device_of(current()));
     if (standin_get("fail_capturing"))
         return (CUresult)standin_get("fail_capturing");
     *status = (CUstreamCaptureStatus)standin_get("capturing");
     return CUDA_SUCCESS;
 }
 
-CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                        unsigned shared, CUstream stream, void **parameters, void **extra) {
+CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                        unsigned bz, unsigned shared, CUstream stream, void **parameters, void **extra) {
     char where[16];
     if (current() == NULL)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (standin_get("fail_launch"))
         return (CUresult)standin_get("fail_launch");
     snprintf(where, sizeof where, "%d", device_of(current()));
-    standin_launch("cuLaunchKernel", function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra, where);
+    standin_launch("cuLaunchKernel", function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra,
+                   where);
     return CUDA_SUCCESS;
 }
 

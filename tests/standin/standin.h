@@ -1,5 +1,5 @@
-/* What both stand-in driver libraries share: a log of calls, settings that a test may change, and the decoding of kernel arguments.
-   The log is text, one call a line; the settings are ints by name. Not for GPUs: nothing runs. */
+/* What both stand-in driver libraries share: a log of calls, settings that a test may change, and the
+   decoding of kernel arguments. The log is text, one call a line; the settings are ints by name. */
 #ifndef STANDIN_H
 #define STANDIN_H
 #include <pthread.h>
@@ -52,7 +52,9 @@ STANDIN_API void standin_reset(void) {
 
 STANDIN_API const char *standin_log(void) { return standin_text; }
 
-STANDIN_API void standin_kinds(const char *kinds) { snprintf(standin_arguments, sizeof standin_arguments, "%s", kinds); }
+STANDIN_API void standin_kinds(const char *kinds) {
+    snprintf(standin_arguments, sizeof standin_arguments, "%s", kinds);
+}
 
 static void standin_record(const char *format, ...) {
     va_list values;
@@ -68,8 +70,9 @@ static void standin_record(const char *format, ...) {
     pthread_mutex_unlock(&standin_mutex);
 }
 
-static void standin_launch(const char *name, void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                           unsigned bz, unsigned shared, void *stream, void **parameters, void **extra, const char *where) {
+static void standin_launch(const char *name, void *function, unsigned gx, unsigned gy, unsigned gz,
+                           unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream,
+                           void **parameters, void **extra, const char *where) {
     char text[4096];
     size_t used = 0;
     if (!*standin_find("record"))
@@ -85,8 +88,9 @@ static void standin_launch(const char *name, void *function, unsigned gx, unsign
             value = *(int64_t *)parameters[i];
         used += (size_t)snprintf(text + used, sizeof text - used, "%s%lld", i ? "," : "", value);
     }
-    standin_record("%s function=%#llx grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%#llx extra=%d on=%s args=%s\n", name,
-                   (unsigned long long)(uintptr_t)function, gx, gy, gz, bx, by, bz, shared, (unsigned long long)(uintptr_t)stream,
-                   extra != NULL, where, text);
+    standin_record("%s function=%#llx grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%#llx extra=%d on=%s "
+                   "args=%s\n",
+                   name, (unsigned long long)(uintptr_t)function, gx, gy, gz, bx, by, bz, shared,
+                   (unsigned long long)(uintptr_t)stream, extra != NULL, where, text);
 }
 #endif

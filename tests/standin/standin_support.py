@@ -14,10 +14,14 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNTIME = REPOSITORY / "specgen" / "runtime"
+SEVEN = [0] * 7  # arguments that merge_states takes: null pointers, no rows
 _names = itertools.count()
 
 # The arguments of merge_states: what it computes is its own, so that a test can tell that it ran.
@@ -153,3 +157,43 @@ def make_package(folder: Path, variants: dict[str, dict], extension: Path | None
 def runtime_module(package: Path, module: str) -> ModuleType:
     """<package>.runtime.<module>; the package's folder must be on sys.path."""
     return importlib.import_module(f"{package.name}.runtime.{module}")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("standin")
+    cuda, hip = build_standins(folder)
+    return SimpleNamespace(cuda=cuda, hip=hip, extension=build_extension(folder))
+
+
+@pytest.fixture
+def gpu(built, tmp_path, monkeypatch):
+    """gpu(variants, **settings of the stand-in) -> a fake package whose `open()` gives the Device."""
+    monkeypatch.setenv("SPECGEN_CUDA_LIBRARY", str(built.cuda.path))
+    monkeypatch.setenv("SPECGEN_HIP_LIBRARY", str(built.hip.path))
+    monkeypatch.delenv("SPECGEN_NO_JIT", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.syspath_prepend(tmp_path)
+    streams = SimpleNamespace(current=0x77)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=streams.current)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+    def make(variants, hip=False, **settings):
+        standin = built.hip if hip else built.cuda
+        standin.reset(**settings)
+        standin.kinds("ppppppl" + "pp")
+        monkeypatch.setattr(torch.version, "hip", "6.4" if hip else None)
+        package, manifest = make_package(tmp_path, variants, built.extension)
+
+        def open_device(name="cuda:0"):
+            return runtime_module(package, "device").Device.open(package, manifest, torch.device(name))
+
+        errors = runtime_module(package, "errors")
+        return SimpleNamespace(
+            standin=standin, path=package, manifest=manifest, open=open_device, errors=errors, streams=streams
+        )
+
+    return make

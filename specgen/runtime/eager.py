@@ -1,0 +1,222 @@
+"""The eager bodies of the public functions: find the geometry, check, choose the table row, launch.
+
+Holds what a package has read and opened: manifest, table, geometries and, per device, its plans. The path of
+a call does no formatting, no allocation but the output, and reads no device value (checks="full" apart).
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import checks as _checks
+from .errors import ArgumentError
+from .geometry import Geometries, Limits
+from .plans import DevicePlans
+from .table import Table
+from .values import check_values
+from .workspace import Workspace
+
+_NOT_READABLE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+class Eager:
+    """The state of one package and the bodies that launch; `Package` adds the public functions.
+
+    `open_device(directory, manifest, torch_device)` gives a device's launcher.
+    """
+
+    def __init__(self, name, directory, attention_rows, append_rows, merge_rows, open_device):
+        self.name = name
+        self.directory = Path(directory)
+        self.manifest = json.loads((self.directory / "manifest.json").read_text(encoding="utf-8"))
+        self.version = self.manifest["version"]
+        self.limits = Limits(*(self.manifest["limits"][field] for field in Limits._fields))
+        self.table = Table(attention_rows, append_rows, merge_rows)
+        self.geometries = Geometries(self.manifest, self.table)
+        self._by_heads = self.geometries.by_heads
+        self._devices: dict[torch.device, DevicePlans] = {}
+        self._open_device = open_device
+
+    def run_attention(
+        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
+        out, return_lse, workspace, checks,
+    ):  # fmt: skip
+        """`attention`, every argument by place, features already refused."""
+        geometry, tokens, bound, seqs, max_pages, bits, strides = self.bind_attention(
+            q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
+            out, checks,
+        )  # fmt: skip
+        device = q.device
+        plans = self._devices.get(device) or self.open(device)
+        if workspace is not None:
+            self.check_workspace(workspace, device, tokens, seqs)
+        if out is None:
+            out = q.new_empty((tokens, geometry.query_heads, geometry.v_dim))
+        lse = None
+        if return_lse:
+            lse = torch.empty((tokens, geometry.query_heads), dtype=torch.float32, device=device)
+        if bound and seqs:
+            pointers = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()
+            plan = plans.attention(geometry, not (pointers & 15 or bits & geometry.stride_mask), bound)
+            stream = plans.current_stream(plans.index)
+            pool = plans.workspaces
+            if workspace is None:
+                workspace = pool.by_stream.get(stream) or pool.missing(stream)
+            store_lse = 0 if lse is None else 1
+            lse_or_any = workspace.partial_ml if lse is None else lse
+            if plan.prefill is not None:
+                plan.prefill(
+                    plan.prefill_grid, stream, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
+                    lse_or_any, seqs, max_pages, store_lse, *strides,
+                )  # fmt: skip
+            if plan.decode is not None:
+                plan.decode(
+                    plan.decode_grid, stream, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
+                    lse_or_any, workspace.partial_acc, workspace.partial_ml, workspace.counters,
+                    seqs, max_pages, store_lse, *strides,
+                )  # fmt: skip
+            if pool.spare_wanted:
+                pool.renew_spare()
+        return out if lse is None else (out, lse)
+
+    def bind_attention(
+        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
+        out, checks,
+    ):  # fmt: skip
+        """Find the geometry and check, launching and writing nothing.
+
+        Returns (geometry, tokens, bound of query rows per sequence, then what `check_attention` returns).
+        """
+        try:
+            q_shape, k_shape = q.shape, k_cache.shape
+            tokens, query_heads, _ = q_shape
+            pages, _, kv_heads, _ = k_shape
+            geometry = self._by_heads.get((layer, query_heads, kv_heads))
+            if geometry is None:
+                raise self.geometries.no_heads(layer, query_heads, kv_heads)
+            bound = tokens
+            if max_seqlen_q is not None:
+                if type(max_seqlen_q) is not int or max_seqlen_q < 0:
+                    _checks.host_bound("max_seqlen_q", max_seqlen_q)
+                if max_seqlen_q < tokens:
+                    bound = max_seqlen_q
+            if max_seqlen_k is not None and (type(max_seqlen_k) is not int or max_seqlen_k < 0):
+                _checks.host_bound("max_seqlen_k", max_seqlen_k)
+            if checks == "none":
+                read = _checks.read_attention(geometry, q, k_cache, v_cache, block_table, out)
+            else:
+                read = _checks.check_attention(
+                    geometry, self.limits, q_shape, k_shape,
+                    q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
+                )  # fmt: skip
+                if checks == "full":
+                    check_values(
+                        geometry, self.limits, tokens, pages,
+                        block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
+                    )  # fmt: skip
+                elif checks != "shapes":
+                    _checks.bad(
+                        "attention", "checks", f"is {checks!r}", f"one of {', '.join(_checks.CHECKS)}"
+                    )
+        except ArgumentError:
+            raise
+        except _NOT_READABLE:
+            tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+            tensors |= {"seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q} | (
+                {} if out is None else {"out": out}
+            )
+            _diagnose("attention", tensors, layer)
+            raise
+        return geometry, tokens, bound, *read
+
+    def run_append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer) -> None:
+        """`append_kv`, every argument by place, features already refused."""
+        try:
+            kv_heads = k_cache.shape[2]
+            geometry = self.geometries.by_kv_heads.get((layer, kv_heads))
+            if geometry is None:
+                raise self.geometries.no_kv_heads(layer, kv_heads)
+            tokens, num_slots, bits, strides = _checks.check_append(
+                geometry, k, v, k_cache, v_cache, slot_mapping
+            )
+        except ArgumentError:
+            raise
+        except _NOT_READABLE:
+            tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+            _diagnose("append_kv", tensors, layer)
+            raise
+        device = k.device
+        plans = self._devices.get(device) or self.open(device)
+        if tokens and num_slots:
+            pointers = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+            kernel, grid = plans.append(geometry, not (pointers & 15 or bits & geometry.stride_mask))
+            stream = plans.current_stream(plans.index)
+            kernel(grid, stream, k, v, k_cache, v_cache, slot_mapping, tokens, num_slots, *strides)
+
+    def run_merge_states(self, out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
+        """`merge_states`."""
+        try:
+            tokens, query_heads, v_dim = out_a.shape
+            geometry = self.geometries.by_out.get((query_heads, v_dim))
+            if geometry is None:
+                raise self.geometries.no_out(query_heads, v_dim)
+            _checks.check_merge(geometry, out_a, lse_a, out_b, lse_b)
+        except ArgumentError:
+            raise
+        except _NOT_READABLE:
+            _diagnose("merge_states", {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}, None)
+            raise
+        plans = self._devices.get(out_a.device) or self.open(out_a.device)
+        out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+        if tokens:
+            kernel, grid, aligned = plans.merge(geometry)
+            if aligned and (out_a.data_ptr() | out_b.data_ptr()) & 15:
+                out_a, out_b = out_a.clone(), out_b.clone()
+            stream = plans.current_stream(plans.index)
+            kernel(grid, stream, out_a, lse_a, out_b, lse_b, out, lse, tokens * query_heads)
+        return out, lse
+
+    def open(self, device: torch.device) -> DevicePlans:
+        """The plans of a device, opened at its first use. Raises what Device.open raises."""
+        found = self._devices.get(device)
+        if found is None:
+            opened = self._open_device(self.directory, self.manifest, device)
+            plans = DevicePlans(opened, device, self.table, self.manifest["variants"], self._own_workspace)
+            found = self._devices.setdefault(device, plans)
+        return found
+
+    def check_workspace(self, workspace: object, device: torch.device, tokens: int, seqs: int) -> None:
+        """Raise unless a caller's workspace serves this call."""
+        if not isinstance(workspace, Workspace):
+            _checks.bad(
+                "attention",
+                "workspace",
+                f"is {type(workspace).__name__}",
+                "what workspace() returns, or None",
+            )
+        if not workspace.belongs_to(self):
+            _checks.bad(
+                "attention",
+                "workspace",
+                "is of another package",
+                f"one that {self.name}.workspace() returned",
+            )
+        if workspace.device != device:
+            _checks.bad("attention", "workspace", f"is on {workspace.device}", f"q's device {device}")
+        if tokens > workspace.limits.max_tokens:
+            _checks.bad(
+                "attention", "workspace", f"was made for max_tokens {workspace.limits.max_tokens}", tokens
+            )
+        if seqs > workspace.limits.max_seqs:
+            _checks.bad("attention", "workspace", f"was made for max_seqs {workspace.limits.max_seqs}", seqs)
+
+    def _own_workspace(self, plans: DevicePlans) -> Workspace:
+        return Workspace(plans.torch_device, plans.size, self.limits, self)
+
+
+def _diagnose(function: str, tensors: dict, layer: object) -> None:
+    _checks.diagnose(function, tensors)
+    if not isinstance(layer, str | None):
+        _checks.bad(function, "layer", f"is {type(layer).__name__}", "a str, the name of an attention entry")
