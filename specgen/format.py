@@ -7,8 +7,9 @@ import black
 
 from specgen.errors import BuildError
 
-FORMATTER = f"black {black.__version__}"
 MODE = black.Mode(target_versions={black.TargetVersion.PY311}, line_length=120, magic_trailing_comma=False)
+# All that decides the formatted text: part of its cache key.
+FORMATTER = f"black {black.__version__} {MODE.get_cache_key()}"
 
 
 def format_source(path: str, source: str) -> str:

@@ -11,6 +11,7 @@ from specgen.target import ARCHS, Target
 from specgen.variant import Variant
 
 FORMAT = 1
+_ABSENT = object()
 
 
 def manifest(
@@ -110,6 +111,24 @@ def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
 def binary_path(symbol: str, arch: str, binary: Binary) -> str:
     """Where a binary lies in the package."""
     return f"binaries/{arch}/{symbol}.{binary.extension}"
+
+
+def field_differences(found: object, expected: object, path: str = "") -> list[str]:
+    """Dotted paths at which a manifest read back is not `expected`, what `manifest` gives now.
+
+    What compiling adds is passed over: the binaries and the versions of the tools.
+    """
+    if isinstance(found, dict) and isinstance(expected, dict):
+        built = ("triton", "ptxas", "launcher_compiler") if not path else ("binaries",)
+        names = [name for name in expected | found if name not in built]
+        return [
+            line
+            for name in names
+            for line in field_differences(
+                found.get(name, _ABSENT), expected.get(name, _ABSENT), f"{path}.{name}" if path else name
+            )
+        ]
+    return [] if found == expected else [path]
 
 
 def to_json(content: dict) -> bytes:

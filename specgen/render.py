@@ -61,6 +61,7 @@ def kernel_view(variant: Variant) -> dict:
         "tuning": c.origin,
         "aligned": variant.aligned,
         "alignment": g.alignment,
+        "strided": variant.family != "merge_states",
         "max_seqs": variant.max_seqs,
         "block_seqs": next_power_of_two(variant.max_seqs),
         "max_query_len": variant.max_query_len,

@@ -4,7 +4,7 @@ Every function returns reasons; None or an empty list means legal. Imports only 
 """
 
 from specgen.dtypes import DTYPES
-from specgen.spec import AttentionSpec, Spec
+from specgen.spec import AttentionSpec, Limits, Spec
 from specgen.target import Target
 from specgen.variant import Variant
 
@@ -20,6 +20,10 @@ _UNIMPLEMENTED = (
     ("cross", lambda a: a.cross, "cross-attention"),
 )
 _MAX_HEAD_DIM = 256
+# The kernels multiply scores by scale x log2(e) in float32.
+_SCALES = (1e-30, 1e30)
+# Work is counted in int32. What is left of 2^31 covers the rounding up of shares to any grid (at most 2 per program).
+_MAX_ITEMS = (1 << 31) - (1 << 20)
 
 
 def unimplemented(spec: Spec) -> list[tuple[str, str]]:
@@ -27,22 +31,25 @@ def unimplemented(spec: Spec) -> list[tuple[str, str]]:
     reasons = []
     for i, entry in enumerate(spec.attention):
         reasons += [
-            (f"attention.{i}.{field}", f"{what} is not implemented by any kernel template yet")
+            (f"attention.{i}.{field}", f"no kernel template implements {what} yet")
             for field, is_on, what in _UNIMPLEMENTED
             if is_on(entry)
         ]
         reasons += [(f"attention.{i}.head_dim", reason) for reason in _head_dims(entry)]
+        if not _SCALES[0] <= entry.resolved_scale <= _SCALES[1]:
+            reason = f"needs a scale from {_SCALES[0]:g} to {_SCALES[1]:g}, got {entry.scale!r}: kernels apply it in float32"
+            reasons.append((f"attention.{i}.scale", reason))
     if spec.kv_cache.dtype != spec.dtype:
-        what = f"a {spec.kv_cache.dtype} cache under {spec.dtype} queries is not implemented by any kernel template yet"
+        what = f"no kernel template implements a {spec.kv_cache.dtype} cache under {spec.dtype} queries yet"
         reasons.append(("kv_cache.dtype", what))
     if spec.kv_cache.layout != "NHD":
-        reasons.append(("kv_cache.layout", f"layout {spec.kv_cache.layout} is not implemented by any kernel template yet"))
+        reasons.append(("kv_cache.layout", f"no kernel template implements layout {spec.kv_cache.layout} yet"))
     if spec.kv_cache.scales is not None:
-        reasons.append(("kv_cache.scales", "scales of a quantised cache are not implemented by any kernel template yet"))
+        reasons.append(("kv_cache.scales", "no kernel template implements scales of a quantised cache yet"))
     if spec.dtype not in DTYPES:
-        reasons.append(("dtype", f"{spec.dtype} is not implemented by any kernel template yet"))
+        reasons.append(("dtype", f"no kernel template implements {spec.dtype} yet"))
     if spec.batch_invariant:
-        reasons.append(("batch_invariant", "batch-invariant splits are not implemented by any kernel template yet"))
+        reasons.append(("batch_invariant", "no kernel template implements batch-invariant splits yet"))
     return reasons
 
 
@@ -73,8 +80,28 @@ def shared_bytes(variant: Variant, vendor: str) -> int:
     return c.num_stages * key_tile + query_tile + weight_tile
 
 
-def why_not(variant: Variant, target: Target) -> str | None:
-    """The reason why `target` cannot run `variant`, or None."""
+def work_items(variant: Variant, limits: Limits) -> int:
+    """Upper bound of what one launch counts in int32 for a batch within `limits`: decode key tiles, prefill row blocks.
+
+    The other families count rows in int64, or tokens that fit no memory before they reach 2^31.
+    """
+    g, c = variant.geometry, variant.config
+    if variant.family == "decode":
+        row_blocks = -(-variant.max_query_len * g.group // c.block_m)
+        return min(limits.max_seqs, limits.max_tokens) * -(-limits.max_seq_len // c.tile_n) * row_blocks * g.kv_heads
+    if variant.family == "prefill":
+        return (-(-limits.max_tokens * g.group // c.block_m) + limits.max_seqs) * g.kv_heads
+    return 0
+
+
+def why_not(variant: Variant, target: Target, limits: Limits) -> str | None:
+    """The reason why `target` cannot run `variant` on every batch within `limits`, or None."""
+    if (items := work_items(variant, limits)) > _MAX_ITEMS:
+        what = f"key tiles of {variant.config.tile_n}" if variant.family == "decode" else "row blocks"
+        return (
+            f"a launch may have {items} {what} (max_seqs {limits.max_seqs}, max_seq_len {limits.max_seq_len}, "
+            f"max_tokens {limits.max_tokens}), the kernel counts to {_MAX_ITEMS}"
+        )
     needed, available = shared_bytes(variant, target.vendor), target.shared_memory_per_block
     if needed > available:
         return f"needs {needed} bytes of shared memory per block, {target.id} has {available}"

@@ -298,7 +298,8 @@ class Spec(_Strict):
         """SHA-256 of the content in canonical form, in hex: comments, order of keys and omitted defaults do
         not change it.
         """
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        # `layers` has its own validator; its union serializer warns of tuples that it writes correctly.
+        content = json.dumps(self.model_dump(mode="json", warnings=False), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
 

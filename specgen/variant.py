@@ -1,6 +1,6 @@
 """The semantic model of a specialization: geometry, configuration, symbol. Frozen data; imports only nouns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 from specgen.dtypes import DTYPES
@@ -64,7 +64,7 @@ class Config:
     num_stages: int
     ctas_per_multiprocessor: int
     options: tuple[tuple[str, int], ...] = ()  # compiler options of the vendor, such as waves_per_eu
-    origin: str = ""
+    origin: str = field(default="", compare=False)  # two measurements may choose the same configuration
 
 
 @dataclass(frozen=True, order=True)
@@ -94,7 +94,7 @@ class Variant:
         else:
             parts += [f"d{g.v_dim}", DTYPES[g.dtype].short, f"m{c.block_m}"]
         parts.append(f"w{c.num_warps}s{c.num_stages}c{c.ctas_per_multiprocessor}")
-        parts += [f"{name[0]}{value}" for name, value in c.options]
+        parts += [f"{''.join(word[0] for word in name.split('_'))}{value}" for name, value in c.options]
         if not self.aligned:
             parts.append("unaligned")
         return "_".join(parts)

@@ -58,7 +58,7 @@ def diff_tree(files: Mapping[str, bytes], root: Path, ignored: tuple[str, ...] =
     present = {
         path.relative_to(root).as_posix(): path
         for path in root.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
+        if path.is_file() and "__pycache__" not in path.relative_to(root).parts and path.suffix != ".pyc"
     }
     present = {name: path for name, path in present.items() if not name.startswith(ignored)} if ignored else present
     lines = []

@@ -1,4 +1,6 @@
-"""The reference against independent formulas, its tolerances against wrong kernels, and the test helpers against a stand-in package."""
+"""The reference against independent formulas, its tolerances against wrong kernels, and the test helpers
+against a stand-in package.
+"""
 
 import sys
 import types
@@ -30,7 +32,9 @@ CASE = Case(
 
 
 def dense(q, k, v, offset, mask, scale):
-    """One sequence by torch's own attention in float64: q [m, hq, d], k [n, hkv, d]; row i sits at position offset + i."""
+    """One sequence by torch's own attention in float64: q [m, hq, d], k [n, hkv, d]; row i sits at position
+    offset + i.
+    """
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -117,7 +121,13 @@ def test_merging_halves_gives_the_whole():
         lens = torch.tensor([n], dtype=torch.int32)
         table = pool.block_table[:, columns]
         return reference.attention(
-            q, k_cache, v_cache, block_table=table, seq_lens=lens, cu_seqlens_q=cu_seqlens_q, mask="bidirectional"
+            q,
+            k_cache,
+            v_cache,
+            block_table=table,
+            seq_lens=lens,
+            cu_seqlens_q=cu_seqlens_q,
+            mask="bidirectional",
         )
 
     merged = reference.merge_states(*over(slice(0, 2), 32), *over(slice(2, 4), 32))
@@ -138,7 +148,7 @@ def test_append_kv_skips_slots_outside_the_cache():
     assert (k_cache != 0).sum() == 6 and (v_cache != 0).sum() == 4
 
 
-# A stand-in package: attention as a kernel would compute it (float32, weights rounded to the dtype), right or wrong on purpose.
+# A stand-in package: attention as a kernel would compute it (float32, weights rounded), or wrong on purpose.
 
 
 def kernel(q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, out, mask, scale, fault=None):
@@ -156,7 +166,9 @@ def kernel(q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, out, mas
             continue
         positions = torch.arange(n)
         pages = block_table[seq].long()[positions // page_size]
-        k, v = (cache[pages, positions % page_size].repeat_interleave(group, 1) for cache in (k_cache, v_cache))
+        k, v = (
+            cache[pages, positions % page_size].repeat_interleave(group, 1) for cache in (k_cache, v_cache)
+        )
         if fault == "wrong kv head":
             k = k.roll(1, 1)
         scores = torch.einsum("rhd,nhd->rhn", q[first : first + m].float(), k.float())
@@ -174,7 +186,10 @@ def kernel(q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, out, mas
         if fault == "reads a stale page":
             spare = v_cache[-1, 0].repeat_interleave(group, 0)  # 0 times what lies there
             rounded = rounded + 0 * spare.amax()
-        new = torch.einsum("rhn,nhd->rhd", rounded.float(), v.float()) / total.masked_fill(total == 0, 1)[..., None]
+        new = (
+            torch.einsum("rhn,nhd->rhd", rounded.float(), v.float())
+            / total.masked_fill(total == 0, 1)[..., None]
+        )
         if fault == "ignores a scratch row" and m > 1:
             new[-1] = 0
         out[first : first + m] = new.to(out.dtype)
@@ -192,14 +207,18 @@ class StandIn(types.ModuleType):
     def __init__(self, case, fault=None, symbol=None):
         super().__init__("stand_in_kernels")
         self.case, self.fault = case, fault
-        self.row = AttentionRow(0, "sm_90", "global", case.query_heads, case.kv_heads, case.aligned, 1, 8, symbol, None, "")
+        self.row = AttentionRow(
+            0, "sm_90", "global", case.query_heads, case.kv_heads, case.aligned, 1, 8, symbol, None, ""
+        )
         dispatch = types.ModuleType("stand_in_kernels.dispatch")
         dispatch.ATTENTION_ROWS = (self.row,)
         dispatch.APPEND_ROWS = (AppendRow(0, "sm_90", "global", case.kv_heads, case.aligned, symbol, ""),)
         dispatch.MERGE_ROWS = (MergeRow(0, "sm_90", case.query_heads, case.v_dim, symbol, ""),)
         sys.modules[dispatch.__name__] = dispatch
 
-    def attention(self, q, k_cache, v_cache, *, layer, max_seqlen_q, workspace, return_lse=False, **arguments):
+    def attention(
+        self, q, k_cache, v_cache, *, layer, max_seqlen_q, workspace, return_lse=False, **arguments
+    ):
         scale = self.case.scale or self.case.qk_dim**-0.5
         lse = kernel(q, k_cache, v_cache, **arguments, mask=self.case.mask, scale=scale, fault=self.fault)
         return (arguments["out"], lse) if return_lse else arguments["out"]
@@ -226,7 +245,7 @@ class StandIn(types.ModuleType):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """As if on a machine without a GPU, with Triton's interpreter on; the stand-in's rows are the device's."""
+    """As if on a machine without a GPU, the interpreter on; the stand-in's rows are the device's."""
     monkeypatch.setattr(checks, "device_arch", lambda package, device: "sm_90")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -281,14 +300,20 @@ def test_helpers_fail_a_wrong_kernel(interpreter, fault, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_tolerances_separate_right_from_wrong_at_1000_keys(dtype):
-    """Where a fault weighs little, one key of a thousand or 6 % of the scale, in every dtype, and without a look at lse."""
+    """Where a fault weighs little, one key of a thousand or 6 % of the scale, in every dtype, and without a
+    look at lse.
+    """
     name = str(dtype).removeprefix("torch.")
-    case = Case(**{**CASE.__dict__, "dtype": name, "query_heads": 3, "kv_heads": 1, "qk_dim": 128, "v_dim": 128})
+    case = Case(
+        **{**CASE.__dict__, "dtype": name, "query_heads": 3, "kv_heads": 1, "qk_dim": 128, "v_dim": 128}
+    )
     batch = Batch("long", ((1, 999), (4, 996)))
     pool = Pool(case, CPU, [batch])
     pool.load(batch, fill=float("nan"))
     arguments = {key: value for key, value in pool.arguments().items() if key != "layer"}
-    expected, expected_lse = reference.attention(**{k: v for k, v in arguments.items() if k != "out"}, scale=0.083)
+    expected, expected_lse = reference.attention(
+        **{k: v for k, v in arguments.items() if k != "out"}, scale=0.083
+    )
     bounds = reference.tolerance(dtype)
 
     lse = kernel(**arguments, mask="causal", scale=0.083)
@@ -344,7 +369,9 @@ def test_skips_say_why(monkeypatch):
 @pytest.mark.parametrize("batch", testing.BATCHES, ids=lambda batch: batch.name)
 @pytest.mark.parametrize("page_size", [1, 48, 2048])
 def test_fitted_batches_are_within_limits(batch, page_size):
-    case = Case(**{**CASE.__dict__, "max_seqs": 3, "max_seq_len": 100, "max_tokens": 20, "page_size": page_size})
+    case = Case(
+        **{**CASE.__dict__, "max_seqs": 3, "max_seq_len": 100, "max_tokens": 20, "page_size": page_size}
+    )
     fitted = testing.fit(batch, case, 9)
     assert len(fitted.sequences) <= 3 and fitted.tokens <= 20 and fitted.longest <= 100
     assert all(q <= 9 for q, _ in fitted.sequences)
@@ -361,5 +388,7 @@ def test_layouts_keep_or_break_the_promised_alignment(layout, dims):
     alignment = torch.gcd(torch.tensor(16), torch.gcd(*(torch.tensor(2 * dim) for dim in dims))).item()
     for tensor in (pool.q, pool.k_cache, pool.v_cache, pool.out):
         assert tensor.stride(-1) == 1
-        kept = tensor.data_ptr() % 16 == 0 and all(2 * stride % alignment == 0 for stride in tensor.stride()[:-1])
+        kept = tensor.data_ptr() % 16 == 0 and all(
+            2 * stride % alignment == 0 for stride in tensor.stride()[:-1]
+        )
         assert kept == (layout != "odd")

@@ -1,8 +1,9 @@
-"""Float64 reference of every public function, written from the formulas, and the tolerances that follow from the dtype.
+"""Float64 reference of every public function, written from the formulas, and the tolerances that follow from
+the dtype.
 
-Meant to be read and believed, not to be fast: loops over sequences and key/value heads, one block of query rows at a time, so
-that 128k keys or an 8k x 8k prefill fit in memory. Works on the device of the tensors it is given and reads lengths on the
-host. Imports only torch.
+Meant to be read and believed, not to be fast: loops over sequences and key/value heads, one block of query
+rows at a time, so that 128k keys or an 8k x 8k prefill fit in memory. Works on the device of the tensors it
+is given and reads lengths on the host. Imports only torch.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,16 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Paged attention over a batch: softmax(scale * q k^T + mask) v, in float64.
 
-    Shapes as the package's `attention`: q [tokens, query_heads, qk_dim], caches [pages, page_size, kv_heads, dim], block_table
-    [seqs, max_pages], seq_lens [seqs] (keys, the new ones included), cu_seqlens_q [seqs + 1]. Query head h reads key/value
-    head h // (query_heads // kv_heads). Row i of a sequence with m rows and n keys sits at position n - m + i; under mask
-    "causal" it sees the keys at positions up to its own, under "bidirectional" all n. n is clamped to what the sequence's row
-    of block_table can hold. `scale` None is 1/sqrt(qk_dim).
+    Shapes as the package's `attention`: q [tokens, query_heads, qk_dim], caches [pages, page_size, kv_heads,
+    dim], block_table [seqs, max_pages], seq_lens [seqs] (keys, the new ones included), cu_seqlens_q [seqs +
+    1]. Query head h reads key/value head h // (query_heads // kv_heads). Row i of a sequence with m rows and
+    n keys sits at position n - m + i; under mask "causal" it sees the keys at positions up to its own, under
+    "bidirectional" all n. n is clamped to what the sequence's row of block_table can hold. `scale` None is
+    1/sqrt(qk_dim).
 
-    Returns out [tokens, query_heads, v_dim] and lse [tokens, query_heads], float64, lse the natural logarithm of the sum of
-    exponentials. A row without a visible key gives 0 and -inf, as does a row of no sequence. Only visible keys are read.
+    Returns out [tokens, query_heads, v_dim] and lse [tokens, query_heads], float64, lse the natural logarithm
+    of the sum of exponentials. A row without a visible key gives 0 and -inf, as does a row of no sequence.
+    Only visible keys are read.
     """
     if mask not in ("causal", "bidirectional"):
         raise ValueError(f"mask: got {mask!r}; the reference knows 'causal' and 'bidirectional'")
@@ -71,11 +74,17 @@ def attention(
 
 
 def append_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, slot_mapping: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    slot_mapping: torch.Tensor,
 ) -> None:
     """Write k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] into the caches, in place.
 
-    slot_mapping int64 [tokens]: slot = page * page_size + offset; a slot that is negative or past the cache is skipped.
+    slot_mapping int64 [tokens]: slot = page * page_size + offset; a slot that is negative or past the cache
+    is skipped.
     """
     page_size = k_cache.shape[1]
     kept = torch.nonzero((slot_mapping >= 0) & (slot_mapping < k_cache.shape[0] * page_size)).flatten()
@@ -89,7 +98,8 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the union of two disjoint sets of keys, from the attention over each; float64.
 
-    out_* [tokens, query_heads, v_dim], lse_* [tokens, query_heads], natural logarithm. Two states without a key give 0, -inf.
+    out_* [tokens, query_heads, v_dim], lse_* [tokens, query_heads], natural logarithm. Two states without a
+    key give 0, -inf.
     """
     lse_a, lse_b = lse_a.double(), lse_b.double()
     lse = torch.logaddexp(lse_a, lse_b)
@@ -115,21 +125,24 @@ class Tolerance:
 def tolerance(dtype: torch.dtype) -> Tolerance:
     """The bounds for outputs in `dtype` (float16, bfloat16 or float32), independent of the length.
 
-    Let u be the unit roundoff of `dtype`: 2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32. A kernel in a 16-bit dtype
-    rounds twice: the weights P before P V, and the output; scores, sums and accumulators are float32. Each rounding is an
-    independent relative error of at most u and of root mean square 0.41 u, also through a sum over many keys, whose values and
-    whose errors shrink alike. Together 0.58 u: 2.2e-3 for bfloat16, 2.8e-4 for float16.
+    Let u be the unit roundoff of `dtype`: 2^-8 for bfloat16, 2^-11 for float16, 2^-24 for float32. A kernel
+    in a 16-bit dtype rounds twice: the weights P before P V, and the output; scores, sums and accumulators
+    are float32. Each rounding is an independent relative error of at most u and of root mean square 0.41 u,
+    also through a sum over many keys, whose values and whose errors shrink alike. Together 0.58 u: 2.2e-3 for
+    bfloat16, 2.8e-4 for float16.
 
-    - tensor: 2.2 times that, so 5e-3 and 6.25e-4. A key too many or too few among n changes a row by about 1/sqrt(n) of its
-      norm, so a mask that is off by one everywhere shows up to n = 40 000 in bfloat16, and a wrong scale at any length.
-    - row: 4 u. The output's rounding is at most u of the row's largest element; the sum of the rounded weights is normal with
-      deviation 0.41 u relative to the row's root mean square, at 6 deviations 2.5 u. One wrong row of a large batch, which
-      the tensor's error would hide, shows here up to n = 4096 in bfloat16.
-    - float32 has no rounding of P; what remains is the float32 arithmetic of scores of magnitude about 8 and their exponential
-      (a few 1e-7), and a running sum over tiles. 5e-6 for the tensor and 2e-5 for a row are an order above that, and far below
-      TF32 (u = 2^-11: 2e-4) or weights rounded to 16 bits.
-    - lse never sees a rounded weight: float32 arithmetic in every dtype, 5e-5 (2e-5 in float32) plus 2e-6 of its size. One key
-      too many or too few changes it by about 1/n: seen up to n = 10 000.
+    - tensor: 2.2 times that, so 5e-3 and 6.25e-4. A key too many or too few among n changes a row by about
+      1/sqrt(n) of its norm, so a mask that is off by one everywhere shows up to n = 40 000 in bfloat16, and a
+      wrong scale at any length.
+    - row: 4 u. The output's rounding is at most u of the row's largest element; the sum of the rounded
+      weights is normal with deviation 0.41 u relative to the row's root mean square, at 6 deviations 2.5 u.
+      One wrong row of a large batch, which the tensor's error would hide, shows here up to n = 4096 in
+      bfloat16.
+    - float32 has no rounding of P; what remains is the float32 arithmetic of scores of magnitude about 8 and
+      their exponential (a few 1e-7), and a running sum over tiles. 5e-6 for the tensor and 2e-5 for a row are
+      an order above that, and far below TF32 (u = 2^-11: 2e-4) or weights rounded to 16 bits.
+    - lse never sees a rounded weight: float32 arithmetic in every dtype, 5e-5 (2e-5 in float32) plus 2e-6 of
+      its size. One key too many or too few changes it by about 1/n: seen up to n = 10 000.
     """
     unit_roundoff = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
     if dtype in unit_roundoff:
@@ -142,10 +155,12 @@ def tolerance(dtype: torch.dtype) -> Tolerance:
 
 @dataclass(frozen=True)
 class Errors:
-    """Distances of an output from the reference, in the units of `Tolerance`; `worst` is the (token, head) of `row`.
+    """Distances of an output from the reference, in the units of `Tolerance`; `worst` is the (token, head) of
+    `row`.
 
-    `lse` is the largest |lse - ref| / (lse_absolute + lse_relative * |ref|), at most 1 when right; 0 if no lse was given.
-    A value that is not finite where the reference is, or a row that should be exactly 0 and is not, makes its error inf.
+    `lse` is the largest |lse - ref| / (lse_absolute + lse_relative * |ref|), at most 1 when right; 0 if no
+    lse was given. A value that is not finite where the reference is, or a row that should be exactly 0 and is
+    not, makes its error inf.
     """
 
     tensor: float
@@ -164,7 +179,9 @@ def errors(
     lse: torch.Tensor | None = None,
     expected_lse: torch.Tensor | None = None,
 ) -> Errors:
-    """Compare out [tokens, heads, dim] (and lse [tokens, heads]) with the reference's; see `Errors`. Bounds of lse: out.dtype."""
+    """Compare out [tokens, heads, dim] (and lse [tokens, heads]) with the reference's; see `Errors`. Bounds
+    of lse: out.dtype.
+    """
     if out.shape != expected.shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}; the reference has {tuple(expected.shape)}")
     lse_error = 0.0

@@ -1,12 +1,14 @@
-"""Fault rows 1, 4, 5, 7, 9, 10, 14, 15, 20, 21, 22 and 24 on a GPU, over installed packages built from tests/gpu/specs.py.
+"""Fault rows 1, 4, 5, 7, 9, 10, 14, 15, 20, 21, 22 and 24 on a GPU, over installed packages built from
+tests/gpu/specs.py.
 
     python tests/gpu/specs.py build/fault_specs && (specgen build each, pip install each)
     python tests/gpu/faults.py                     # every faults_* package found
     python tests/gpu/faults.py some_model_kernels  # these packages
 
-Runs the binaries only: importing triton raises and PATH is empty (row 21). Prints one line per row and package: runs, the
-worst error in units of its tolerance, verdict; then what failed. Exit status 1 if anything did. Oracles: the package's float64
-reference; identical bits whether the cache around the keys holds 0, NaN or Inf; means of visible positions.
+Runs the binaries only: importing triton raises and PATH is empty (row 21). Prints one line per row and
+package: runs, the worst error in units of its tolerance, verdict; then what failed. Exit status 1 if anything
+did. Oracles: the package's float64 reference; identical bits whether the cache around the keys holds 0, NaN
+or Inf; means of visible positions.
 """
 
 import importlib
@@ -45,7 +47,9 @@ class NoTriton:
 
 
 class Table:
-    """What ran: per (row, package) the number of runs, the worst error relative to its tolerance, the failures."""
+    """What ran: per (row, package) the number of runs, the worst error relative to its tolerance, the
+    failures.
+    """
 
     def __init__(self):
         self.runs = defaultdict(int)
@@ -67,7 +71,9 @@ class Table:
 
     def print(self) -> None:
         print(f"{'row':24}{'package':34}{'runs':>6}{'error/bound':>13}  verdict")
-        for (row, package), runs in sorted(self.runs.items(), key=lambda item: (int(item[0][0].split()[0]), item[0][1])):
+        for (row, package), runs in sorted(
+            self.runs.items(), key=lambda item: (int(item[0][0].split()[0]), item[0][1])
+        ):
             failed = self.failures.get((row, package), [])
             verdict = f"FAILED {len(failed)}" if failed else "ok"
             print(f"{row:24}{package:34}{runs:6}{self.worst[row, package]:13.3f}  {verdict}")
@@ -92,9 +98,16 @@ class Subject:
     def cases(self):
         """A Case per layer and head counts; the symbol is left to the dispatch."""
         layers = {layer["name"]: layer for layer in self.manifest["layers"]}
-        for layer, query_heads, kv_heads in dict.fromkeys((r.layer, r.query_heads, r.kv_heads) for r in self.rows):
-            facts = {name: layers[layer][name] for name in ("dtype", "qk_dim", "v_dim", "page_size", "mask", "scale")}
-            limits = {name: self.manifest["limits"][name] for name in ("max_seqs", "max_seq_len", "max_tokens")}
+        for layer, query_heads, kv_heads in dict.fromkeys(
+            (r.layer, r.query_heads, r.kv_heads) for r in self.rows
+        ):
+            facts = {
+                name: layers[layer][name]
+                for name in ("dtype", "qk_dim", "v_dim", "page_size", "mask", "scale")
+            }
+            limits = {
+                name: self.manifest["limits"][name] for name in ("max_seqs", "max_seq_len", "max_tokens")
+            }
             heads = dict(query_heads=query_heads, kv_heads=kv_heads)
             yield self.testing.Case(symbol="", family="attention", layer=layer, **heads, **facts, **limits)
 
@@ -107,10 +120,14 @@ class Subject:
         return max(found.tensor / bounds.tensor, found.row / bounds.row, found.lse)
 
     def check_batch(self, case, batch, layout: str) -> float:
-        """Reference, poison, canaries and scratch, for one batch in one layout; with the caller's bound and without."""
+        """Reference, poison, canaries and scratch, for one batch in one layout; with the caller's bound and
+        without.
+        """
         testing = self.testing
         fitted = testing.fit(batch, case, case.max_tokens)
-        pool = testing.Pool(case, self.device, [fitted], layout, min_tokens=min(case.max_tokens, fitted.tokens + 3))
+        pool = testing.Pool(
+            case, self.device, [fitted], layout, min_tokens=min(case.max_tokens, fitted.tokens + 3)
+        )
         workspace = testing.poisoned_workspace(self.package, self.device)
         bound = max((q for q, _ in fitted.sequences), default=0)
         bits, worst = {}, 0.0
@@ -119,7 +136,9 @@ class Subject:
                 pool.load(fitted, fill=fill)
                 _, lse = self.call(pool, return_lse=True, workspace=workspace, **options)
                 if fill == 0.0:
-                    found = testing.assert_matches(pool, lse, f"{case.layer} {fitted.sequences} {layout} {options}")
+                    found = testing.assert_matches(
+                        pool, lse, f"{case.layer} {fitted.sequences} {layout} {options}"
+                    )
                     worst = max(worst, self.error(found, case))
                 bits[fill] = testing.bits(pool.result())
                 assert pool.canaries_intact(), f"filled with {fill}: wrote outside its rows"
@@ -134,7 +153,9 @@ class Subject:
         return worst
 
     def check_positions(self, case, batch) -> float:
-        """k = 0, v[j] = j: every row is the mean of the positions it sees; an edge that is off by one shows as 0.5."""
+        """k = 0, v[j] = j: every row is the mean of the positions it sees; an edge that is off by one shows
+        as 0.5.
+        """
         pool = self.testing.Pool(case, self.device, [batch])
         pool.load(batch, fill=NAN, values="positions")
         self.call(pool)
@@ -145,10 +166,15 @@ class Subject:
         return off
 
     def check_far_pages(self, case, layout: str) -> float:
-        """Pages on both sides of 2^31 elements give the bits of pages 0 and 1, read by attention and written by append_kv."""
+        """Pages on both sides of 2^31 elements give the bits of pages 0 and 1, read by attention and written
+        by append_kv.
+        """
         testing, per_page = self.testing, case.page_size * case.kv_heads * case.v_dim
         far = 2**31 // per_page
-        batches = (testing.Batch("decode", ((1, 2 * case.page_size - 1),)), testing.Batch("prefill", ((2 * case.page_size, 0),)))
+        batches = (
+            testing.Batch("decode", ((1, 2 * case.page_size - 1),)),
+            testing.Batch("prefill", ((2 * case.page_size, 0),)),
+        )
         pool = testing.Pool(case, self.device, batches, layout, spare_pages=far + 3)
         for batch in batches:
             seen = []
@@ -157,25 +183,38 @@ class Subject:
                 self.call(pool)
                 seen.append(testing.bits(pool.result()))
                 testing.assert_matches(pool, None, f"pages {pages}")
-            assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2]), f"{batch}: far pages give other bits"
+            assert torch.equal(seen[0], seen[1]) and torch.equal(
+                seen[0], seen[2]
+            ), f"{batch}: far pages give other bits"
         slots = torch.tensor([far * case.page_size - 1, far * case.page_size, 5], device=self.device)
-        k, v = (torch.randn(3, case.kv_heads, d, device=self.device).to(case.torch_dtype) for d in (case.qk_dim, case.v_dim))
+        k, v = (
+            torch.randn(3, case.kv_heads, d, device=self.device).to(case.torch_dtype)
+            for d in (case.qk_dim, case.v_dim)
+        )
         self.package.append_kv(k, v, pool.k_cache, pool.v_cache, slot_mapping=slots, layer=case.layer)
         for new, cache in ((k, pool.k_cache), (v, pool.v_cache)):
-            assert torch.equal(cache[slots // case.page_size, slots % case.page_size], new), "append_kv missed a far page"
+            assert torch.equal(
+                cache[slots // case.page_size, slots % case.page_size], new
+            ), "append_kv missed a far page"
         return 0.0
 
     def check_empty_merge(self, case) -> float:
         """(0, -inf) merged with (0, -inf), and with a state that has keys, in the dtype's bits."""
         shape = 3, case.query_heads, case.v_dim
-        none = torch.zeros(shape, dtype=case.torch_dtype, device=self.device), torch.full(shape[:2], -INF, device=self.device)
-        some = torch.randn(shape, device=self.device).to(case.torch_dtype), torch.randn(shape[:2], device=self.device)
+        none = torch.zeros(shape, dtype=case.torch_dtype, device=self.device), torch.full(
+            shape[:2], -INF, device=self.device
+        )
+        some = torch.randn(shape, device=self.device).to(case.torch_dtype), torch.randn(
+            shape[:2], device=self.device
+        )
         out, lse = self.package.merge_states(*none, *none)
         assert (out == 0).all() and (lse == -INF).all(), "merging two empty states does not give (0, -inf)"
         for states in ((*none, *some), (*some, *none)):
             out, lse = self.package.merge_states(*states)
             assert torch.equal(out, some[0]), "merging with an empty state changes the other"
-            assert torch.allclose(lse, some[1], rtol=1e-6, atol=1e-6), "merging with an empty state changes the lse"
+            assert torch.allclose(
+                lse, some[1], rtol=1e-6, atol=1e-6
+            ), "merging with an empty state changes the lse"
         return 0.0
 
 
@@ -188,8 +227,15 @@ def sweep(table: Table, subject: Subject) -> None:
                 label = f"{case.layer}, {batch.name}, {layout}"
                 table.run(row, subject.name, label, lambda: subject.check_batch(case, batch, layout))
         uniform = subject.testing.Batch("positions", ((1, 39), (40, 0), (7, 33), (17, 80)))
-        table.run("1 stale bytes", subject.name, f"{case.layer}, positions", lambda: subject.check_positions(case, uniform))
-        table.run("4 empty split", subject.name, f"{case.layer}, merge", lambda: subject.check_empty_merge(case))
+        table.run(
+            "1 stale bytes",
+            subject.name,
+            f"{case.layer}, positions",
+            lambda: subject.check_positions(case, uniform),
+        )
+        table.run(
+            "4 empty split", subject.name, f"{case.layer}, merge", lambda: subject.check_empty_merge(case)
+        )
 
 
 def far_pages(table: Table, subject: Subject) -> None:
@@ -202,7 +248,9 @@ def far_pages(table: Table, subject: Subject) -> None:
 
 
 def captures(subject: Subject) -> None:
-    """Row 14, in a process whose first call is inside a capture: the named error without warmup, then replays."""
+    """Row 14, in a process whose first call is inside a capture: the named error without warmup, then
+    replays.
+    """
     errors = importlib.import_module(f"{subject.name}.runtime.errors")
     case = next(subject.cases())
     batch = subject.testing.Batch("some", ((1, 10),))
@@ -223,15 +271,22 @@ def captures(subject: Subject) -> None:
         for row in subject.rows:
             if (row.layer, row.query_heads, row.kv_heads) == (case.layer, case.query_heads, case.kv_heads):
                 for symbol in row.symbols:
-                    fields = case.__dict__ | dict(symbol=symbol, family=variants[symbol]["family"], aligned=row.aligned)
+                    fields = case.__dict__ | dict(
+                        symbol=symbol, family=variants[symbol]["family"], aligned=row.aligned
+                    )
                     subject.testing.check_graph_replay(subject.package, subject.testing.Case(**fields))
 
 
 def in_fresh_process(code: str, *, path: list[str] = [], **environment: str) -> str:
-    """Run Python code in a new process with these folders first on its path; returns what it printed, raises if it failed."""
+    """Run Python code in a new process with these folders first on its path; returns what it printed, raises
+    if it failed.
+    """
     places = os.pathsep.join([*path, *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": places, **environment}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": places, **environment},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, f"{code!r} failed:\n{done.stderr[-1500:]}"
     return done.stdout
@@ -250,7 +305,9 @@ else:
 
 
 def check_damage(subject: Subject, damage: str) -> None:
-    """Row 20: one binary of many deleted, emptied or altered: warmup raises a named error that names the file."""
+    """Row 20: one binary of many deleted, emptied or altered: warmup raises a named error that names the
+    file.
+    """
     arch = subject.testing.device_arch(subject.package, subject.device)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / subject.name
@@ -259,7 +316,9 @@ def check_damage(subject: Subject, damage: str) -> None:
         image = victim.read_bytes()
         victim.unlink()
         if damage == "altered":
-            victim.write_bytes(image[: len(image) // 2] + bytes([image[len(image) // 2] ^ 1]) + image[len(image) // 2 + 1 :])
+            victim.write_bytes(
+                image[: len(image) // 2] + bytes([image[len(image) // 2] ^ 1]) + image[len(image) // 2 + 1 :]
+            )
         elif damage == "emptied":
             victim.touch()
         said = in_fresh_process(WARM.format(name=subject.name), path=[folder])
@@ -270,7 +329,12 @@ def processes(table: Table, subject: Subject) -> None:
     """Rows 14, 20 and 22: each in a process of its own."""
     here = str(Path(__file__).parent)
     capture = f"import faults; faults.refuse_compilers(); faults.captures(faults.Subject({subject.name!r}))"
-    table.run("14 first call captured", subject.name, "capture", lambda: print(in_fresh_process(capture, path=[here]), end=""))
+    table.run(
+        "14 first call captured",
+        subject.name,
+        "capture",
+        lambda: print(in_fresh_process(capture, path=[here]), end=""),
+    )
     for damage in ("deleted", "emptied", "altered"):
         table.run("20 damaged binary", subject.name, damage, lambda: check_damage(subject, damage))
     no_gpu = f"import {subject.name} as package; print(package.describe()); print(package.__version__)"
@@ -296,7 +360,12 @@ def main() -> int:
         far_pages(table, subject)
         processes(table, subject)
         mode = "triton" in sys.modules and getattr(sys.modules["triton"], "__file__", None)
-        table.run("21 no compiler", name, "triton imported", lambda: _require(not mode, f"triton was imported from {mode}"))
+        table.run(
+            "21 no compiler",
+            name,
+            "triton imported",
+            lambda: _require(not mode, f"triton was imported from {mode}"),
+        )
         print(f"{name}: done", flush=True)
     table.print()
     return int(any(table.failures.values()))

@@ -1,9 +1,11 @@
-"""Write the specs whose packages tests/gpu/faults.py runs: few packages that cover head sizes, groups, page sizes and dtypes.
+"""Write the specs whose packages tests/gpu/faults.py runs: few packages that cover head sizes, groups, page
+sizes and dtypes.
 
     python tests/gpu/specs.py build/fault_specs
     for spec in build/fault_specs/*.yaml; do specgen build "$spec"; done
 
-Page size and dtype belong to a spec, heads and head sizes to its attention entries. Imports nothing from specgen.
+Page size and dtype belong to a spec, heads and head sizes to its attention entries. Imports nothing from
+specgen.
 """
 
 import re
@@ -16,7 +18,9 @@ HEADS = ((9, 3), (14, 2), (15, 5), (24, 4), (28, 4), (36, 4), (71, 1), (232, 8),
 PAGE_SIZES = {1: "bfloat16", 8: "float16", 48: "bfloat16", 528: "float16", 2048: "bfloat16"}
 
 
-def entry(query_heads: int, kv_heads: int, dim: int | str, mask: str = "causal", scale: float | None = None) -> str:
+def entry(
+    query_heads: int, kv_heads: int, dim: int | str, mask: str = "causal", scale: float | None = None
+) -> str:
     """One attention entry, named after what is in it; dim is a number or "{qk: 192, v: 128}"."""
     dims = "x".join(re.findall(r"\d+", str(dim)))
     lines = (
@@ -36,7 +40,8 @@ def spec(name: str, dtype: str, page_size: int, entries: list[str]) -> str:
     return (
         f"version: 1\nname: {name}\ndtype: {dtype}\nattention:\n"
         + "\n".join(text.replace("LAYER", f"[{layer}]") for layer, text in enumerate(entries))
-        + f"\nkv_cache: {{dtype: {dtype}, page_size: {page_size}, layout: NHD}}\ntensor_parallel: [1]\ntargets: [{TARGET}]\n"
+        + f"\nkv_cache: {{dtype: {dtype}, page_size: {page_size}, layout: NHD}}\n"
+        + f"tensor_parallel: [1]\ntargets: [{TARGET}]\n"
         + "limits: {max_seqs: 256, max_seq_len: 32768, max_tokens: 4096, max_spec_tokens: 8}\n"
     )
 
@@ -53,7 +58,11 @@ def all_specs() -> dict[str, str]:
     specs = {
         "faults_dims": ("bfloat16", 16, [entry(4, 2, dim) for dim in HEAD_DIMS]),
         "faults_dims_fp16": ("float16", 16, [entry(4, 2, dim) for dim in (20, 64, 80, 100, 128, 256)]),
-        "faults_dims_fp32": ("float32", 16, [entry(4, 2, dim) for dim in (36, 64, 100, 128, 256)] + mixed[:1]),
+        "faults_dims_fp32": (
+            "float32",
+            16,
+            [entry(4, 2, dim) for dim in (36, 64, 100, 128, 256)] + mixed[:1],
+        ),
         "faults_groups": ("bfloat16", 16, [entry(*heads, 64) for heads in HEADS] + [entry(32, 8, 128)]),
         "faults_mixed": ("bfloat16", 16, mixed),
     }

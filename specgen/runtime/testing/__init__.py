@@ -1,7 +1,8 @@
 """Helpers of generated tests: a stub is one `Case` (data) and calls of `check_*`.
 
-`Case`, `Batch` and the batches live in cases.py, static poisoned buffers in pools.py, the checks in checks.py. Nothing here is
-imported by the package's own functions. Needs torch; on a CPU, Triton for its interpreter.
+`Case`, `Batch` and the batches live in cases.py, static poisoned buffers in pools.py, the checks in
+checks.py. Nothing here is imported by the package's own functions. Needs torch; on a CPU, Triton for its
+interpreter.
 """
 
 from .cases import BATCHES, Batch, Case, fit
@@ -19,7 +20,7 @@ from .checks import (
     skip_reason,
     token_counts,
 )
-from .pools import CANARY, LAYOUTS, Pool, bits, fill_bytes
+from .pools import CANARY, LAYOUTS, Pool, bits
 
 __all__ = [
     "BATCHES",
@@ -38,7 +39,6 @@ __all__ = [
     "check_merge_states",
     "device_arch",
     "device_for",
-    "fill_bytes",
     "fit",
     "poisoned_workspace",
     "skip_reason",

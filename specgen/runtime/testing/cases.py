@@ -1,4 +1,5 @@
-"""What a generated test is about: the specialization under test, and the batches that have broken kernels of its kind.
+"""What a generated test is about: the specialization under test, and the batches that have broken kernels of
+its kind.
 
 Nouns: plain data and the clipping of a batch to a package's limits. Imports torch only for dtypes.
 """
@@ -12,10 +13,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Case:
-    """One specialization, as its test stub states it: per-rank heads, head sizes in elements, page size in keys, limits.
+    """One specialization, as its test stub states it: per-rank heads, head sizes in elements, page size in
+    keys, limits.
 
-    `layer` is the attention entry to call it through; None for merge_states, which has no layer. Fields that a family does
-    not have keep their defaults.
+    `layer` is the attention entry to call it through; None for merge_states, which has no layer. Fields that
+    a family does not have keep their defaults.
     """
 
     symbol: str
@@ -47,9 +49,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences as (q, c): q query rows after c cached keys, so n = c + q keys; c < 0 leaves rows that see no key.
+    """Sequences as (q, c): q query rows after c cached keys, so n = c + q keys; c < 0 leaves rows that see no
+    key.
 
-    `beyond` is added to the last sequence's seq_lens alone: more keys than its row of the block table can hold.
+    `beyond` is added to the last sequence's seq_lens alone: more keys than its row of the block table can
+    hold.
     """
 
     name: str
@@ -86,7 +90,7 @@ BATCHES: tuple[Batch, ...] = (
     Batch("many", tuple((1 + i % 3, (i * 131) % 700) for i in range(200)), large=True),
 )
 
-# Batches that one captured graph replays; the first is the one it is captured with. (0, 0) is a dead sequence.
+# Batches that one captured graph replays; it is captured with the first. (0, 0) is a dead sequence.
 DECODE_REPLAYS: tuple[Batch, ...] = (
     Batch("captured", ((1, 10),) * 8),
     *(Batch(f"cached_{c}", ((1, c),) * 8) for c in (0, 15, 16, 17, 1000)),
@@ -106,7 +110,9 @@ TOKEN_COUNTS = (0, 1, 5, 37, 300)  # of append_kv and merge_states
 
 
 def fit(batch: Batch, case: Case, max_query_len: int) -> Batch:
-    """The batch within the case's limits and `max_query_len` rows a sequence: longer ones are cut, surplus ones dropped."""
+    """The batch within the case's limits and `max_query_len` rows a sequence: longer ones are cut, surplus
+    ones dropped.
+    """
     sequences, tokens = [], 0
     for q, c in batch.sequences[: case.max_seqs]:
         q = min(q, max_query_len, case.max_seq_len, case.max_tokens - tokens)
@@ -116,7 +122,9 @@ def fit(batch: Batch, case: Case, max_query_len: int) -> Batch:
     if not batch.beyond:
         return fitted
     q, _ = sequences[-1]
-    row = -(-fitted.longest // case.page_size) * case.page_size  # the last sequence fills its row of the block table
+    row = (
+        -(-fitted.longest // case.page_size) * case.page_size
+    )  # the last sequence fills its row of the block table
     if row > case.max_seq_len:
         return replace(fitted, beyond=0)
     return replace(fitted, sequences=(*fitted.sequences[:-1], (q, row - q)))

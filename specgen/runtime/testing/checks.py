@@ -1,7 +1,8 @@
 """The checks that generated tests call: each runs one specialization through the package's public functions.
 
-On a GPU the binaries run, on a CPU with TRITON_INTERPRET=1 the generated source runs in Triton's interpreter, else the check is
-skipped with the reason (`unittest.SkipTest`, which pytest understands). Touches only tensors it allocates.
+On a GPU the binaries run, on a CPU with TRITON_INTERPRET=1 the generated source runs in Triton's interpreter,
+else the check is skipped with the reason (`unittest.SkipTest`, which pytest understands). Touches only
+tensors it allocates.
 """
 
 import importlib
@@ -15,9 +16,10 @@ import torch
 from .. import reference
 from ..device import Device
 from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, fit
-from .pools import CANARY, Pool, bits, fill_bytes
+from .pools import CANARY, Pool, bits
 
 NAN, INF = float("nan"), float("inf")
+INTERPRETED_TOKENS = 64  # of append_kv and merge_states: the interpreter takes milliseconds for each
 
 
 def skip_reason(case: Case) -> str | None:
@@ -27,7 +29,7 @@ def skip_reason(case: Case) -> str | None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "no GPU, and TRITON_INTERPRET=1 is not set"
     if case.dtype == "bfloat16":
-        return "Triton's interpreter multiplies bfloat16 operands of tl.dot as bit patterns; float16 and float32 run there"
+        return "Triton's interpreter multiplies bfloat16 operands of tl.dot as bit patterns; it runs float16, float32"
     return None
 
 
@@ -35,52 +37,68 @@ def device_for(case: Case) -> torch.device:
     """The device that the check runs on. Raises SkipTest with `skip_reason`."""
     if reason := skip_reason(case):
         raise SkipTest(reason)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def batches(case: Case) -> list[str]:
-    """Names of the batches that `check_attention` takes for this case on this machine, for pytest.mark.parametrize."""
+    """Names of the batches that `check_attention` takes for this case on this machine, for
+    pytest.mark.parametrize.
+    """
     return [batch.name for batch in BATCHES if torch.cuda.is_available() or not batch.large]
 
 
 def token_counts(case: Case) -> list[int]:
     """Token counts for `check_append_kv` and `check_merge_states`, within the case's limits."""
-    return [tokens for tokens in TOKEN_COUNTS if tokens <= case.max_tokens]
+    most = case.max_tokens if torch.cuda.is_available() else min(case.max_tokens, INTERPRETED_TOKENS)
+    return [tokens for tokens in TOKEN_COUNTS if tokens <= most]
 
 
 def check_attention(package, case: Case, batch: str) -> None:
     """One batch, through every table row that launches the specialization, against the float64 reference.
 
-    The pool around the keys holds NaN, then Inf: both must give the same bits. Output and lse are right within the dtype's
-    tolerance, with and without lse the output has the same bits, and nothing but the batch's rows is written. Aligned
-    specializations see dense tensors and views; unaligned ones see views that start one element off and have odd strides.
+    The pool around the keys holds NaN, then Inf: both must give the same bits. Output and lse are right
+    within the dtype's tolerance, with and without lse the output has the same bits, and nothing but the
+    batch's rows is written. Aligned specializations see dense tensors and views; unaligned ones see views
+    that start one element off and have odd strides.
     """
     device = device_for(case)
     named = {known.name: known for known in BATCHES}[batch]
     for row in _attention_rows(package, case, device):
         fitted = fit(named, case, row.max_query_len)
         workspace = poisoned_workspace(package, device)
+        bound = max(row.min_query_len, max((q for q, _ in fitted.sequences), default=0))
         seen = None
-        for layout, fill in _arrangements(case, device):
+        for number, (layout, fill) in enumerate(_arrangements(case, device)):
             pool = Pool(case, device, [fitted], layout, min_tokens=_min_tokens(fitted, row, case))
             pool.load(fitted, fill=fill)
-            bound = max(row.min_query_len, max((q for q, _ in fitted.sequences), default=0))
             if pool.tokens:
                 _assert_chosen(package, case, row, pool, bound)
-            out, lse = package.attention(**pool.arguments(), max_seqlen_q=bound, return_lse=True, workspace=workspace)
-            assert out.data_ptr() == pool.out.data_ptr(), "attention did not return the `out` it was given"
-            label = f"{case.symbol}, batch {fitted.sequences}, layout {layout}, cache filled with {fill}"
-            assert_matches(pool, lse, label)
-            first = bits(pool.result())
-            assert seen is None or torch.equal(first, seen), f"{label}: other bits than with another layout and filling"
-            seen = first
-            package.attention(**pool.arguments(), max_seqlen_q=bound, workspace=workspace)
-            assert torch.equal(bits(pool.result()), seen), f"{label}: other bits without return_lse"
+            for return_lse in (True, False) if device.type == "cuda" else (number == 0,):
+                label = f"{case.symbol}, batch {fitted.sequences}, layout {layout}, cache filled with {fill}"
+                pool.poison_out()
+                call = dict(max_seqlen_q=bound, return_lse=return_lse, workspace=workspace)
+                result = package.attention(**pool.arguments(), **call)
+                out, lse = result if return_lse else (result, None)
+                assert (
+                    out.data_ptr() == pool.out.data_ptr()
+                ), f"{label}: did not return the `out` it was given"
+                assert_matches(pool, lse, label)
+                found = bits(pool.result())
+                assert seen is None or torch.equal(
+                    found, seen
+                ), f"{label}, return_lse {return_lse}: other bits than before"
+                seen = found
             assert_counters_clear(workspace, label)
 
 
 def check_graph_replay(package, case: Case) -> None:
-    """Capture one call after warmup, replay it over other batches: right, the bits of an eager call, dead rows untouched."""
+    """Capture one call after warmup, replay it over other batches: right, the bits of an eager call, dead
+    rows untouched.
+    """
     device = device_for(case)
     if device.type != "cuda":
         raise SkipTest("graphs are captured on a GPU only")
@@ -104,16 +122,20 @@ def check_graph_replay(package, case: Case) -> None:
             graph.replay()
             assert_matches(pool, lse, label)
             replayed = bits(pool.result())
-            fill_bytes(pool._bases["out"], CANARY)
+            pool.poison_out()
             package.attention(**pool.arguments(), **call)
             assert torch.equal(bits(pool.result()), replayed), f"{label}: other bits than the eager call"
         assert_counters_clear(workspace, case.symbol)
 
 
 def check_append_kv(package, case: Case, tokens: int) -> None:
-    """Rows of k and v land in their slots bit for bit; skipped slots and every other byte of the caches stay as they were."""
+    """Rows of k and v land in their slots bit for bit; skipped slots and every other byte of the caches stay
+    as they were.
+    """
     device = device_for(case)
-    _rows(package, case, device, "APPEND_ROWS", kv_heads=case.kv_heads, layer=case.layer, aligned=case.aligned)
+    _rows(
+        package, case, device, "APPEND_ROWS", kv_heads=case.kv_heads, layer=case.layer, aligned=case.aligned
+    )
     for layout in ("plain", "views") if case.aligned else ("odd",):
         pool = Pool(case, device, [Batch("slots", ((0, max(1, tokens)),))], layout)
         k, v = _new_keys(case, device, tokens, layout)
@@ -122,26 +144,28 @@ def check_append_kv(package, case: Case, tokens: int) -> None:
         slots[1::5] = -1
         slots[3::7] = slot_count + 1  # past the cache: skipped as well
         slots = slots.to(device)
-        caches = {name: base for name, base in pool._bases.items() if "cache" in name}
-        for base in caches.values():
-            fill_bytes(base, CANARY)
         expected = Pool(case, device, [Batch("slots", ((0, max(1, tokens)),))], layout)
-        for name in caches:
-            expected._bases[name].copy_(caches[name])
-        reference.append_kv(k, v, expected.k_cache, expected.v_cache, slot_mapping=slots)
-        package.append_kv(k, v, pool.k_cache, pool.v_cache, slot_mapping=slots, layer=case.layer)
-        for name, base in caches.items():
-            assert torch.equal(bits(base), bits(expected._bases[name])), f"{case.symbol}, {tokens} tokens, {layout}: {name}"
+        reference.append_kv(k, v, *expected.poison_caches(), slot_mapping=slots)
+        package.append_kv(k, v, *pool.poison_caches(), slot_mapping=slots, layer=case.layer)
+        for ours, theirs in zip(pool.cache_memory(), expected.cache_memory()):
+            assert torch.equal(
+                bits(ours), bits(theirs)
+            ), f"{case.symbol}, {tokens} tokens, layout {layout}: caches differ"
 
 
 def check_merge_states(package, case: Case, tokens: int) -> None:
-    """Merging two states gives what attention over both sets of keys would; two states without a key give 0 and -inf."""
+    """Merging two states gives what attention over both sets of keys would; two states without a key give 0
+    and -inf.
+    """
     device = device_for(case)
     _rows(package, case, device, "MERGE_ROWS", query_heads=case.query_heads, v_dim=case.v_dim)
     generator = torch.Generator(device).manual_seed(tokens)
     shape = (tokens, case.query_heads, case.v_dim)
     states = []
-    for every in (3, 2):  # every 3rd row of one and every 2nd row of the other saw no key: every 6th row saw none at all
+    for every in (
+        3,
+        2,
+    ):  # every 3rd row of one and every 2nd row of the other saw no key: every 6th row saw none at all
         out = torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
         lse = 4 * torch.randn(shape[:2], generator=generator, device=device)
         out[::every], lse[::every] = 0, -INF
@@ -155,14 +179,18 @@ def check_merge_states(package, case: Case, tokens: int) -> None:
 
 
 def assert_matches(pool: Pool, lse: torch.Tensor | None, label: str) -> reference.Errors:
-    """Assert that the pool's output (and lse) is the reference's and that all canaries live; returns the errors."""
+    """Assert that the pool's output (and lse) is the reference's and that all canaries live; returns the
+    errors.
+    """
     case = pool.case
     tables = dict(block_table=pool.block_table, seq_lens=pool.seq_lens, cu_seqlens_q=pool.cu_seqlens_q)
     q = pool.q[: pool.total]
     expected, expected_lse = reference.attention(
         q, pool.k_cache, pool.v_cache, **tables, mask=case.mask, scale=case.scale
     )
-    found = reference.errors(pool.result(), expected, None if lse is None else lse[: pool.total], expected_lse)
+    found = reference.errors(
+        pool.result(), expected, None if lse is None else lse[: pool.total], expected_lse
+    )
     bounds = reference.tolerance(case.torch_dtype)
     assert found.within(bounds), f"{label}: {found}, allowed {bounds}"
     assert pool.canaries_intact(), f"{label}: wrote outside the output rows of the batch"
@@ -170,10 +198,12 @@ def assert_matches(pool: Pool, lse: torch.Tensor | None, label: str) -> referenc
 
 
 def poisoned_workspace(package, device: torch.device):
-    """A caller-owned workspace whose scratch holds canary bytes; the counters are zero, as the contract wants them."""
+    """A caller-owned workspace whose scratch holds canary bytes; the counters are zero, as the contract wants
+    them.
+    """
     workspace = package.workspace(device)
-    fill_bytes(workspace.partial_acc, CANARY)
-    fill_bytes(workspace.partial_ml, CANARY)
+    for scratch in (workspace.partial_acc, workspace.partial_ml):
+        scratch.view(torch.uint8).fill_(CANARY)
     return workspace
 
 
@@ -195,13 +225,17 @@ def _rows(package, case: Case, device: torch.device, table: str, **fields) -> li
     SkipTest if only other architectures' rows launch it; AssertionError if none does.
     """
     rows = getattr(importlib.import_module(f"{package.__name__}.dispatch"), table)
-    launching = [row for row in rows if case.symbol in (row.symbols if table == "ATTENTION_ROWS" else (row.symbol,))]
+    launching = [
+        row for row in rows if case.symbol in (row.symbols if table == "ATTENTION_ROWS" else (row.symbol,))
+    ]
     found = [row for row in launching if all(getattr(row, name) == value for name, value in fields.items())]
     assert found, f"no row of {table} with {fields} launches {case.symbol}; its rows are {launching}"
     arch = device_arch(package, device)
     if here := [row for row in found if row.arch == arch]:
         return here
-    raise SkipTest(f"{case.symbol} is launched on {', '.join(sorted({row.arch for row in found}))} only, not on {arch}")
+    raise SkipTest(
+        f"{case.symbol} is launched on {', '.join(sorted({row.arch for row in found}))} only, not on {arch}"
+    )
 
 
 def _attention_rows(package, case: Case, device: torch.device) -> list:
@@ -215,7 +249,9 @@ def _assert_chosen(package, case: Case, row, pool: Pool, bound: int) -> None:
 
 
 def _arrangements(case: Case, device: torch.device) -> list[tuple[str, float]]:
-    """(layout, filling of the cache) to run; all must give the same bits. Fewer in the interpreter, which is slow."""
+    """(layout, filling of the cache) to run; all must give the same bits. Fewer in the interpreter, which is
+    slow.
+    """
     if not case.aligned:
         return [("odd", NAN), ("odd", INF)]
     if device.type == "cpu":
@@ -224,13 +260,17 @@ def _arrangements(case: Case, device: torch.device) -> list[tuple[str, float]]:
 
 
 def _min_tokens(batch: Batch, row, case: Case) -> int:
-    """Rows of q to allocate: a few canary rows behind the batch, and as many as the row's bound needs to be in force."""
+    """Rows of q to allocate: a few canary rows behind the batch, and as many as the row's bound needs to be
+    in force.
+    """
     if not batch.sequences:
         return 0
     return min(case.max_tokens, max(batch.tokens + 3, row.min_query_len))
 
 
-def _new_keys(case: Case, device: torch.device, tokens: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_keys(
+    case: Case, device: torch.device, tokens: int, layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """New k and v rows: dense, slices of one fused tensor ("views"), or one element off ("odd")."""
     generator = torch.Generator(device).manual_seed(1)
     heads, dims = case.kv_heads, (case.qk_dim, case.v_dim)
@@ -238,7 +278,12 @@ def _new_keys(case: Case, device: torch.device, tokens: int, layout: str) -> tup
     widths = [heads * (dim + extra) for dim in dims]
     ahead = 16  # stands for q; with it k starts at 16 bytes, and v where k's width allows it
     gap = -widths[0] % 16 if layout == "views" else 0
-    whole = torch.randn(tokens, ahead + widths[0] + gap + widths[1] + (-sum(widths) - gap) % 16, generator=generator, device=device)
+    whole = torch.randn(
+        tokens,
+        ahead + widths[0] + gap + widths[1] + (-sum(widths) - gap) % 16,
+        generator=generator,
+        device=device,
+    )
     whole = whole.to(case.torch_dtype)
     if layout == "odd":
         whole = torch.cat([whole.flatten().new_zeros(1), whole.flatten()])[1:].view(whole.shape)

@@ -1,7 +1,8 @@
-"""A paged cache and the tensors of a batch over it, in static buffers, with everything that must not be read poisoned.
+"""A paged cache and the tensors of a batch over it, in static buffers, with everything that must not be read
+poisoned.
 
-One class, `Pool`: allocated once for the largest of some batches, loaded with one batch after another (which is what a graph
-replay needs). Touches only the tensors it allocates.
+One class, `Pool`: allocated once for the largest of some batches, loaded with one batch after another (which
+is what a graph replay needs). Touches only the tensors it allocates.
 """
 
 from collections.abc import Sequence
@@ -16,11 +17,6 @@ LAYOUTS = ("plain", "views", "odd")
 BIT_TYPES = {2: torch.int16, 4: torch.int32}
 
 
-def fill_bytes(tensor: torch.Tensor, byte: int) -> None:
-    """Set every byte of a contiguous tensor."""
-    tensor.view(torch.uint8).fill_(byte)
-
-
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bit patterns as integers, contiguous: NaN equals itself, -0 differs from 0."""
     return tensor.contiguous().view(BIT_TYPES[tensor.element_size()])
@@ -31,13 +27,15 @@ class Pool:
 
     `layout` says how tensors lie in memory:
     - "plain": dense, caches apart.
-    - "views": q is a slice of a fused QKV tensor; the caches are the halves of one [pages, 2, page_size, kv_heads, dim] buffer
-      (padded by a head instead where that would break the 16-byte alignment); out has padded rows and heads; block_table
-      has padded rows.
-    - "odd": every data tensor starts one element off and has odd strides; the alignment that aligned variants promise is broken.
+    - "views": q is a slice of a fused QKV tensor; the caches are the halves of one [pages, 2, page_size,
+      kv_heads, dim] buffer (padded by a head instead where that would break the 16-byte alignment); out has
+      padded rows and heads; block_table has padded rows.
+    - "odd": every data tensor starts one element off and has odd strides; the alignment that aligned variants
+      promise is broken.
 
-    Queries beyond the batch, gaps of views, and every cache slot without a key hold `fill`; entries of block_table without a
-    page hold -1 or the id of a page full of `fill`. Outputs and what lies around and between them hold canary bytes.
+    Queries beyond the batch, gaps of views, and every cache slot without a key hold `fill`; entries of
+    block_table without a page hold -1 or the id of a page full of `fill`. Outputs and what lies around and
+    between them hold canary bytes.
     """
 
     def __init__(
@@ -49,7 +47,9 @@ class Pool:
         min_tokens: int = 0,
         spare_pages: int = 2,
     ):
-        """`min_tokens`: at least so many rows of q; those that no batch uses are canaries. spare_pages >= 1 stay poisoned."""
+        """`min_tokens`: at least so many rows of q; those that no batch uses are canaries. spare_pages >= 1
+        stay poisoned.
+        """
         self.case, self.device, self.layout = case, device, layout
         self.seqs = max(len(batch.sequences) for batch in batches)
         self.tokens = max(min_tokens, max(batch.tokens for batch in batches))
@@ -60,7 +60,9 @@ class Pool:
         self._allocate_queries()
         self._allocate_caches()
         self._allocate_out()
-        table = torch.empty(self.seqs, self.columns + (5 if layout == "views" else 0), dtype=torch.int32, device=device)
+        table = torch.empty(
+            self.seqs, self.columns + (5 if layout == "views" else 0), dtype=torch.int32, device=device
+        )
         self.block_table = table[:, : self.columns]
         self.seq_lens = torch.zeros(self.seqs, dtype=torch.int32, device=device)
         self.cu_seqlens_q = torch.zeros(self.seqs + 1, dtype=torch.int32, device=device)
@@ -75,10 +77,12 @@ class Pool:
         values: str = "random",
         pages: Sequence[int] | None = None,
     ) -> None:
-        """Put a batch into the buffers: same `seed`, same keys, values and queries in any layout and with any fill.
+        """Put a batch into the buffers: same `seed`, same keys, values and queries in any layout and with any
+        fill.
 
-        `values` "random": standard normal q, k and v. "positions": k = 0 and v[j] = j, so that a row is the mean of the
-        positions it sees (exact in bfloat16 up to 128 keys). `pages`: page ids in the order of use; None shuffles them.
+        `values` "random": standard normal q, k and v. "positions": k = 0 and v[j] = j, so that a row is the
+        mean of the positions it sees (exact in bfloat16 up to 128 keys). `pages`: page ids in the order of
+        use; None shuffles them.
         """
         generator = torch.Generator(self.device).manual_seed(seed)
         lengths = [max(0, q + c) for q, c in batch.sequences] + [0] * (self.seqs - len(batch.sequences))
@@ -94,14 +98,32 @@ class Pool:
         for seq, n in enumerate(lengths):
             own = torch.tensor([next(unused) for _ in range(self._pages(n))], dtype=torch.int64)
             table[seq, : len(own)] = own
-            slots.append((own[:, None] * self.case.page_size + torch.arange(self.case.page_size)).flatten()[:n])
+            slots.append(
+                (own[:, None] * self.case.page_size + torch.arange(self.case.page_size)).flatten()[:n]
+            )
         self.block_table.copy_(table)
         self.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         if batch.beyond:
             self.seq_lens[-1] += batch.beyond
         self.cu_seqlens_q.copy_(torch.tensor([0, *rows], dtype=torch.int32).cumsum(0))
-        self._load_caches(torch.cat([*slots, torch.empty(0, dtype=torch.int64)]), lengths, generator, fill, values)
-        fill_bytes(self._bases["out"], CANARY)
+        self._load_caches(
+            torch.cat([*slots, torch.empty(0, dtype=torch.int64)]), lengths, generator, fill, values
+        )
+        self.poison_out()
+
+    def poison_out(self) -> None:
+        """Fill the output and what lies around it with canary bytes."""
+        self._bases["out"].view(torch.uint8).fill_(CANARY)
+
+    def poison_caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill both caches, gaps included, with canary bytes; returns (k_cache, v_cache)."""
+        for base in self.cache_memory():
+            base.view(torch.uint8).fill_(CANARY)
+        return self.k_cache, self.v_cache
+
+    def cache_memory(self) -> list[torch.Tensor]:
+        """The flat buffers that hold the caches: one if they are views of one, with all gaps."""
+        return [base for name, base in self._bases.items() if "cache" in name]
 
     def arguments(self) -> dict:
         """Keyword arguments of `attention`, without bounds and options; out included."""
@@ -126,7 +148,9 @@ class Pool:
         return torch.randn(shape, generator=generator, device=self.device).to(self.case.torch_dtype)
 
     def _empty(self, name: str, *shape: int) -> torch.Tensor:
-        """A new buffer, remembered under `name` to be filled whole. The "odd" layout hands out a view one element in."""
+        """A new buffer, remembered under `name` to be filled whole. The "odd" layout hands out a view one
+        element in.
+        """
         odd = self.layout == "odd"
         count = torch.Size(shape).numel()
         base = torch.empty(count + odd, dtype=self.case.torch_dtype, device=self.device)
@@ -165,11 +189,12 @@ class Pool:
         whole = self._empty("out", rows, case.query_heads + more_heads, case.v_dim + more_dim)
         self.out = whole[GUARD_ROWS : GUARD_ROWS + self.tokens, : case.query_heads, : case.v_dim]
 
-    def _load_caches(self, slots: torch.Tensor, lengths: list[int], generator, fill: float, values: str) -> None:
+    def _load_caches(
+        self, slots: torch.Tensor, lengths: list[int], generator, fill: float, values: str
+    ) -> None:
         case = self.case
-        for name in ("kv_cache", "k_cache", "v_cache"):
-            if name in self._bases:
-                self._bases[name].fill_(fill)
+        for base in self.cache_memory():
+            base.fill_(fill)
         if values == "random":
             keys = self._normal(generator, len(slots), case.kv_heads, case.qk_dim)
             new_values = self._normal(generator, len(slots), case.kv_heads, case.v_dim)

@@ -1,0 +1,146 @@
+"""`specgen explain SYMBOL`: one specialization traced from the spec's line to the dispatch rows that launch it.
+
+Composes load, rules, expand and plan to read them, renders and writes nothing. Touches only the specs it looks in.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from specgen.data_files import SPECS
+from specgen.errors import SpecgenError
+from specgen.expand import Expansion, Use, expand
+from specgen.load import Loaded, load
+from specgen.pipeline import refuse_unimplemented
+from specgen.plan import Rows, dispatch_rows, package_name, plan
+from specgen.runtime.arguments import ARGUMENTS
+from specgen.runtime.table import AttentionRow
+from specgen.target import load_targets
+from specgen.variant import Variant
+
+
+def explain(symbol: str, specs: Sequence[Path] | None = None) -> str:
+    """Where `symbol` comes from, what it is and which dispatch rows launch it, for every spec that has it.
+
+    `specs` None looks in specs/*.yaml below the current directory, or in those that come with specgen, and passes over
+    the specs that cannot be generated. Raises the error of a spec that was named and cannot be generated, and
+    SpecgenError with the nearest symbols if none has this one.
+    """
+    paths = list(specs) if specs is not None else _default_specs()
+    sections, known, skipped = [], {}, 0
+    for path in paths:
+        try:
+            loaded, expansion = _expanded(path)
+        except SpecgenError:
+            if specs is not None:
+                raise
+            skipped += 1
+            continue
+        known |= expansion.variants
+        if symbol in expansion.variants:
+            sections.append("\n".join(_section(symbol, loaded, expansion)))
+    if not sections:
+        raise SpecgenError(_not_found(symbol, known, len(paths) - skipped, skipped))
+    return "\n\n".join([symbol, *sections])
+
+
+def _default_specs() -> list[Path]:
+    return sorted(Path("specs").glob("*.yaml")) or sorted(SPECS.glob("*.yaml"))
+
+
+def _expanded(path: Path) -> tuple[Loaded, Expansion]:
+    loaded = load(path)
+    refuse_unimplemented(loaded)
+    return loaded, expand(loaded.spec, load_targets())
+
+
+def _not_found(symbol: str, known: Iterable[str], searched: int, skipped: int) -> str:
+    looked = f"{searched} spec{'s' * (searched != 1)} searched"
+    if skipped:
+        looked += f", {skipped} skipped that cannot be generated"
+    lines = [f"{symbol!r} is no specialization of any spec: {looked}"]
+    if close := get_close_matches(symbol, list(known), n=3, cutoff=0.5):
+        lines.append(f"did you mean {' or '.join(close)}?")
+    else:
+        lines.append("`specgen list SPEC` prints the names")
+    return "\n".join(lines)
+
+
+def _section(symbol: str, loaded: Loaded, expansion: Expansion) -> Iterator[str]:
+    variant = expansion.variants[symbol]
+    uses = [use for use in expansion.uses if use.variant.symbol == symbol]
+    for layer in dict.fromkeys(use.layer for use in uses):
+        yield from _origin(loaded, layer, [use for use in uses if use.layer == layer])
+    yield from _identity(variant)
+    yield from _files(symbol, loaded, expansion)
+    rows = list(_rows(symbol, dispatch_rows(loaded.spec, expansion)))
+    yield f"  dispatch rows   {len(rows)}, in dispatch.py"
+    yield from (f"    {row}" for row in rows)
+    yield "  arguments"
+    yield from (f"    {line}" for line in _arguments(variant))
+
+
+def _origin(loaded: Loaded, layer: str, uses: list[Use]) -> Iterator[str]:
+    position = next(i for i, entry in enumerate(loaded.spec.attention) if entry.name == layer)
+    line, column = loaded.positions[f"attention.{position}"]
+    yield f"{loaded.path}:{line}:{column}: attention.{position}, layer {layer!r}"
+    for degree in dict.fromkeys(use.degree for use in uses):
+        g = next(use.variant.geometry for use in uses if use.degree == degree)
+        heads = f"{g.query_heads} query heads over {g.kv_heads} key/value heads per rank"
+        yield f"  tensor_parallel {degree}: {heads}, {g.group} to 1"
+
+
+def _identity(variant: Variant) -> Iterator[str]:
+    g, c = variant.geometry, variant.config
+    tiles = f"padded to tiles of {g.block_qk} and {g.block_v}"
+    yield f"  geometry        qk_dim {g.qk_dim}, v_dim {g.v_dim} ({tiles}), {g.dtype}, pages of {g.page_size}"
+    if variant.family in ("decode", "prefill"):
+        yield f"                  {g.mask}, scale {g.scale!r}"
+        takes = "at most" if variant.family == "decode" else "more than"
+        yield f"  takes           sequences of {takes} {variant.max_query_len} query rows"
+    options = "".join(f", {name} {value}" for name, value in c.options)
+    yield (
+        f"  configuration   block_m {c.block_m}, tile_n {c.tile_n}, {c.num_warps} warps, {c.num_stages} stages, "
+        f"{c.ctas_per_multiprocessor} programs per multiprocessor{options}"
+    )
+    yield f"  chosen by       {c.origin}"
+    promise = "nothing beyond the element"
+    if variant.aligned:
+        promise = "pointers of 16 bytes"
+        if variant.family != "merge_states":
+            promise += f", strides of {g.alignment} bytes"
+    yield f"  alignment       {promise}"
+
+
+def _files(symbol: str, loaded: Loaded, expansion: Expansion) -> Iterator[str]:
+    artifacts = {artifact.path: artifact for artifact in plan(loaded, expansion)}
+    for name, path in (("kernel", f"kernels/{symbol}.py"), ("test", f"tests/test_{symbol}.py")):
+        yield f"  {name:15s} templates/{artifacts[path].template} -> {package_name(loaded.spec.name)}/{path}"
+    archs = {arch: [t for t in loaded.spec.targets if load_targets()[t].arch == arch] for arch in expansion.archs(symbol)}
+    yield "  compiled for    " + ", ".join(f"{arch} ({', '.join(targets)})" for arch, targets in archs.items())
+
+
+def _rows(symbol: str, rows: Rows) -> Iterator[str]:
+    for row in rows.attention:
+        if symbol in row.symbols:
+            yield f"attention {row.index}: {row.arch}, {_condition(row)}: {row.reason}"
+    for row in rows.append:
+        if symbol == row.symbol:
+            yield f"append_kv {row.index}: {row.arch}, layer {row.layer}, {row.kv_heads} kv heads: {row.reason}"
+    for row in rows.merge:
+        if symbol == row.symbol:
+            yield f"merge_states {row.index}: {row.arch}, {row.query_heads} query heads of {row.v_dim}: {row.reason}"
+
+
+def _condition(row: AttentionRow) -> str:
+    guard = "aligned" if row.aligned else "unaligned"
+    lengths = f"max_seqlen_q {row.min_query_len}..{row.max_query_len}"
+    return f"layer {row.layer}, {row.query_heads}/{row.kv_heads} heads, {guard}, {lengths}"
+
+
+def _arguments(variant: Variant) -> Iterator[str]:
+    promised = dict(variant.divisibility)
+    for i, (argument, (name, kind)) in enumerate(zip(ARGUMENTS[variant.family], variant.signature, strict=True)):
+        unit = "bytes" if argument.kind == "pointer" else "elements"
+        promise = f"  a multiple of {promised[i]} {unit}" if i in promised else ""
+        yield f"{name:22s} {kind}{promise}"

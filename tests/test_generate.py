@@ -1,0 +1,178 @@
+"""Golden trees, golden errors, and that generating is a pure function of the spec.
+
+    python -m pytest tests/test_generate.py --update-goldens      # then review the difference
+
+A case is a folder of tests/cases: spec.yaml with expected/ or with stderr.txt. expected/files.txt names every generated
+file; beside it lie the files that STORED selects, so that each branch of each template is in one of them.
+"""
+
+import fnmatch
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from specgen import cli, pipeline
+from specgen.artifact import Artifact
+from specgen.cache import Cache
+from specgen.errors import BuildError
+from specgen.format import format_source
+from specgen.load import load
+from specgen.render import kernel_view, render
+
+CASES = Path(__file__).parent / "cases"
+_ALIGNED = "s[0-9]c[0-9].py"
+# Which files of a tree are kept for review; what each case is for.
+STORED = {
+    "full_tree": ("*",),  # every kind of file once; one query row, causal, nothing padded
+    "bidirectional": (f"kernels/*fill_*{_ALIGNED}", "kernels/append_kv_*_unaligned.py"),
+    "padded_both": (f"kernels/decode_*{_ALIGNED}",),  # bidirectional and padded
+    "padded_queries": ("kernels/prefill_*_unaligned.py",),  # qk != v, causal and padded queries and keys
+    "padded_values": (f"kernels/prefill_*{_ALIGNED}",),  # v padded, group of 3
+    "single_precision": (f"kernels/decode_*_q4_*{_ALIGNED}", "tests/test_decode_*_q4_*_unaligned.py"),  # IEEE products
+    "tensor_parallel": ("dispatch.py",),  # three degrees, the last with replicated key/value heads; two archs
+    "two_layers": ("dispatch.py", "kernels/append_kv_h4_*", "tests/test_append_kv_h4_*", "tests/test_merge_*"),
+    "amd_scaled": (f"kernels/decode_*{_ALIGNED}", "dispatch.py"),  # explicit scale, pages of 528, group of 8
+    "narrow_rows": (f"kernels/append_kv_*{_ALIGNED}", f"kernels/merge_*{_ALIGNED}"),  # 40-byte rows: 8 bytes promised
+    "decode_only": ("dispatch.py",),  # max_spec_tokens == max_tokens: no prefill
+}
+ERRORS = sorted(path.parent.name for path in CASES.glob("*/stderr.txt"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return Cache(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def updates(request):
+    return request.config.getoption("--update-goldens")
+
+
+def generated_text(case: str, cache: Cache | None = None) -> dict[str, str]:
+    files = pipeline.generate(CASES / case / "spec.yaml", cache).files
+    return {path: content.decode() for path, content in files.items() if not path.startswith("runtime/")}
+
+
+def stored(case: str, files: dict[str, str]) -> dict[str, str]:
+    def selected(path: str) -> bool:
+        return path != "spec.yaml" and any(fnmatch.fnmatchcase(path, pattern) for pattern in STORED[case])
+
+    kept = {path: text for path, text in files.items() if selected(path)}
+    return {"files.txt": "".join(f"{path}\n" for path in files), **kept}
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_generates_the_golden_tree(case, cache, updates):
+    expected = stored(case, generated_text(case, cache))
+    root = CASES / case / "expected"
+    if updates:
+        pipeline.write_tree({path: text.encode() for path, text in expected.items()}, root)
+        (CASES / case / ".expected.lock").unlink()
+    found = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()}
+    assert sorted(found) == sorted(expected)
+    for path, text in expected.items():
+        assert found[path] == text, f"{case}/expected/{path}"
+
+
+def test_every_pattern_selects_a_file():
+    for case, patterns in STORED.items():
+        present = [path.relative_to(CASES / case / "expected").as_posix() for path in (CASES / case).rglob("*")]
+        for pattern in patterns:
+            assert fnmatch.filter(present, pattern), (case, pattern)
+    assert set(STORED) == {path.parent.name for path in CASES.glob("*/expected")}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_read_as_reviewed(case, monkeypatch, capsys, updates, tmp_path):
+    monkeypatch.chdir(CASES / case)
+    monkeypatch.setenv("SPECGEN_CACHE", str(tmp_path / "cache"))
+    command = Path("command.txt")
+    arguments = shlex.split(command.read_text()) if command.exists() else ["build", "spec.yaml"]
+    assert cli.main([*arguments, *(["--build-dir", str(tmp_path)] if arguments[0] == "build" else [])]) == 1
+    streams = capsys.readouterr()
+    if updates:
+        Path("stderr.txt").write_text(streams.err)
+    assert streams.err == Path("stderr.txt").read_text()
+    assert streams.out == ""
+
+
+@pytest.mark.parametrize("text", [b"version: 1\nname: caf\xe9\n", b"\xff\xfev\x00e\x00r\x00"])
+def test_a_spec_that_is_not_utf8_is_one_line(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("spec.yaml").write_bytes(text)
+    assert cli.main(["build", "spec.yaml"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("spec.yaml:") and "UTF-8" in error
+
+
+def test_a_yaml_12_float_is_a_number():
+    assert load(CASES / "amd_scaled" / "spec.yaml").spec.attention[0].scale == 1e-4
+
+
+def test_generating_is_pure(cache, tmp_path, monkeypatch):
+    first = generated_text("narrow_rows")
+    assert generated_text("narrow_rows", cache) == first  # the cache changes nothing, filled or empty
+    assert generated_text("narrow_rows", cache) == first
+    monkeypatch.chdir(tmp_path)
+    assert generated_text("narrow_rows") == first
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_generating_does_not_depend_on_the_hash_seed(seed, cache):
+    program = (
+        "import hashlib, sys; from specgen.pipeline import generate\n"
+        "files = generate(sys.argv[1]).files\n"
+        "print(hashlib.sha256(repr(list(files.items())).encode()).hexdigest())"
+    )
+    spec = CASES / "two_layers" / "spec.yaml"
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(spec)], env=environment, capture_output=True, text=True, check=True
+    )
+    files = pipeline.generate(spec, cache).files
+    assert run.stdout.strip() == hashlib.sha256(repr(list(files.items())).encode()).hexdigest()
+
+
+def test_no_path_of_this_machine_is_generated(tmp_path):
+    for path, text in generated_text("two_layers").items():
+        for part in (str(CASES), str(Path.home()), os.getcwd()):
+            assert path == "spec.yaml" or part not in text, path
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """(loaded spec, a kernel's artifact, not yet rendered)."""
+    generated = pipeline.generate(CASES / "full_tree" / "spec.yaml")
+    artifact = next(a for a in generated.artifacts if a.path.startswith("kernels/decode_"))
+    return generated.loaded, artifact
+
+
+def test_a_name_that_the_context_lacks_is_an_error(kernel, monkeypatch):
+    loaded, artifact = kernel
+    for name in kernel_view(artifact.context["variant"]):
+        assert name.isidentifier()
+    monkeypatch.setattr("specgen.render.kernel_view", lambda variant: {"symbol": variant.symbol})
+    with pytest.raises(jinja2.UndefinedError):
+        render(artifact, loaded)
+    with pytest.raises(jinja2.UndefinedError):
+        render(replace(artifact, template="package/dispatch.py.jinja", context={"name": "x"}), loaded)
+
+
+def test_copied_files_pass_unchanged(kernel):
+    artifact = Artifact("spec.yaml", None, b"\xff {{ name }}")
+    assert render(artifact, kernel[0]) is artifact
+
+
+def test_generated_python_is_checked():
+    with pytest.raises(BuildError, match="x.py: the template rendered invalid Python"):
+        format_source("x.py", "def f(:\n")
+    with pytest.raises(BuildError, match="x.py: the template rendered names that nothing defines: block_n"):
+        format_source("x.py", "def f(a):\n    return range(0, a, block_n)\n")
+    assert format_source("x.py", "def f( a,):\n  return [a,]\n") == "def f(a):\n    return [a]\n"
