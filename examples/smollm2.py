@@ -25,11 +25,11 @@ PACKAGE = "smollm2_135m_kernels"
 PAGE_SIZE = 16  # of specs/smollm2_135m.yaml
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 LONG_PROMPT = (
-    "Summarize the following text. A key/value cache keeps the keys and values of every token that a language "
-    "model has read, so that the next token costs one row of attention instead of all of them. Its size grows "
-    "with the number of tokens, layers and key/value heads, and requests of different lengths share one memory. "
-    "Paging cuts that memory into blocks of a few tokens; each request has a table of its blocks, in any order, "
-    "and nothing has to be contiguous. "
+    "Summarize the following text. A key/value cache keeps the keys and values of every token that a "
+    "language model has read, so that the next token costs one row of attention instead of all of them. Its "
+    "size grows with the number of tokens, layers and key/value heads, and requests of different lengths "
+    "share one memory. Paging cuts that memory into blocks of a few tokens; each request has a table of its "
+    "blocks, in any order, and nothing has to be contiguous. "
 ) * 4
 PROMPTS = (
     "What is the capital of France?",
@@ -259,26 +259,21 @@ def main() -> int:
     options = parser.parse_args()
     device, dtype, steps = torch.device(options.device), getattr(torch, options.dtype), options.tokens
     wide = torch.float64 if dtype == torch.float32 else torch.float32
-    kernels = (
-        ReferenceKernels() if options.attention == "reference" else importlib.import_module(options.attention)
-    )
-    graph = device.type == "cuda" and options.attention != "reference"
+    by_reference = options.attention == "reference"
+    kernels = ReferenceKernels() if by_reference else importlib.import_module(options.attention)
+    graph = device.type == "cuda" and not by_reference
 
     from transformers import AttentionInterface
 
     AttentionInterface.register("paged", paged_attention)
     model, tokenizer = load(options.weights, dtype, device, attention="paged")
     sdpa, _ = load(options.weights, dtype, device, attention="sdpa")
-    truth, _ = load(
-        options.weights, dtype, device, attention="sdpa", compute=wide
-    )  # the same rounded weights
+    truth, _ = load(options.weights, dtype, device, attention="sdpa", compute=wide)  # the same weights
     kernels.warmup(device)
     encode = lambda text: tokenizer.encode(chat(text)).ids  # noqa: E731
     new_cache = lambda prompts, n: PagedCache(kernels, model.config, prompts, n, dtype, device)  # noqa: E731
     how = "CUDA graph" if graph else "eager"
-    print(
-        f"SmolLM2-135M-Instruct, {options.dtype} on {device}, attention: {options.attention}, decode: {how}"
-    )
+    print(f"SmolLM2-135M-Instruct, {options.dtype} on {device}, {options.attention}, decode: {how}")
     print(f"{'run':34}{'prompt':>7}{'steps':>7}{'same':>6}{'error':>10}{'SDPA':>10}  verdict")
     failed = False
 
@@ -286,7 +281,11 @@ def main() -> int:
         nonlocal failed
         failed |= not found.ok
         verdict = verdict or ("same tokens" if found.same == found.steps else "near-ties")
-        verdict = verdict if found.ok else f"MISMATCH ({found.far_flips} tokens are no near-tie)"
+        if not found.ok:
+            far = (
+                f"{found.far_flips} tokens are no near-tie" if found.far_flips else "error above twice SDPA's"
+            )
+            verdict = f"MISMATCH: {far}"
         counts = f"{len(prompt):7}{found.steps:7}{found.same:6}"
         print(f"{name:34}{counts}{found.error:10.1e}{found.sdpa_error:10.1e}  {verdict}")
 

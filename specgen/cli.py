@@ -116,7 +116,8 @@ def _progress():
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=_err, transient=True)
+    # Without a terminal it would leave an empty line in the log.
+    return Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal)
 
 
 def _build(options) -> None:
@@ -148,16 +149,12 @@ def _list(options) -> None:
 
     generated = pipeline.generate(options.spec, _cache())
     expansion = generated.expansion
-    built = _built_variants(options.build_dir / generated.loaded.spec.name / generated.package / "manifest.json")
+    built = _built_sizes(options.build_dir / generated.loaded.spec.name / generated.package / "manifest.json")
     rows = 0
     for symbol in expansion.variants:
         for arch in expansion.archs(symbol):
             rows += 1
-            facts = built.get(symbol, {}).get("binaries", {}).get(arch)
-            sizes = "not built"
-            if facts:
-                sizes = f"{facts['registers']:4d} registers {facts['shared_bytes']:7d} B shared {facts['spill_bytes']:4d} B spilled"
-            _out.print(f"{symbol:72s} {arch:7s} {sizes}")
+            _out.print(f"{symbol:72s} {arch:7s} {built.get((symbol, arch), 'not built')}")
     _out.print(f"{len(expansion.variants)} specializations, {rows} binaries")
     if options.why_not:
         for rejection in expansion.rejections:
@@ -166,10 +163,16 @@ def _list(options) -> None:
             _out.print("every target holds the preferred configurations")
 
 
-def _built_variants(path: Path) -> dict:
+def _built_sizes(path: Path) -> dict[tuple[str, str], str]:
+    """(symbol, arch) -> sizes, from a manifest that may be missing or damaged: then nothing counts as built."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["variants"]
-    except (OSError, ValueError, KeyError):
+        variants = json.loads(path.read_text(encoding="utf-8"))["variants"]
+        return {
+            (symbol, arch): f"{b['registers']:4d} registers {b['shared_bytes']:7d} B shared {b['spill_bytes']:4d} B spilled"
+            for symbol, variant in variants.items()
+            for arch, b in variant["binaries"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

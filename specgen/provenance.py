@@ -116,8 +116,13 @@ def _files(symbol: str, loaded: Loaded, expansion: Expansion) -> Iterator[str]:
     artifacts = {artifact.path: artifact for artifact in plan(loaded, expansion)}
     for name, path in (("kernel", f"kernels/{symbol}.py"), ("test", f"tests/test_{symbol}.py")):
         yield f"  {name:15s} templates/{artifacts[path].template} -> {package_name(loaded.spec.name)}/{path}"
-    archs = {arch: [t for t in loaded.spec.targets if load_targets()[t].arch == arch] for arch in expansion.archs(symbol)}
-    yield "  compiled for    " + ", ".join(f"{arch} ({', '.join(targets)})" for arch, targets in archs.items())
+    archs = {
+        arch: [t for t in loaded.spec.targets if load_targets()[t].arch == arch]
+        for arch in expansion.archs(symbol)
+    }
+    yield "  compiled for    " + ", ".join(
+        f"{arch} ({', '.join(targets)})" for arch, targets in archs.items()
+    )
 
 
 def _rows(symbol: str, rows: Rows) -> Iterator[str]:
@@ -140,7 +145,9 @@ def _condition(row: AttentionRow) -> str:
 
 def _arguments(variant: Variant) -> Iterator[str]:
     promised = dict(variant.divisibility)
-    for i, (argument, (name, kind)) in enumerate(zip(ARGUMENTS[variant.family], variant.signature, strict=True)):
+    for i, (argument, (name, kind)) in enumerate(
+        zip(ARGUMENTS[variant.family], variant.signature, strict=True)
+    ):
         unit = "bytes" if argument.kind == "pointer" else "elements"
         promise = f"  a multiple of {promised[i]} {unit}" if i in promised else ""
         yield f"{name:22s} {kind}{promise}"

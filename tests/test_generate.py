@@ -22,24 +22,39 @@ from specgen import cli, pipeline
 from specgen.artifact import Artifact
 from specgen.cache import Cache
 from specgen.errors import BuildError
+from specgen.expand import expand
 from specgen.format import format_source
 from specgen.load import load
+from specgen.plan import plan
 from specgen.render import kernel_view, render
+from specgen.target import load_targets
+from specgen.write import write_tree
 
 CASES = Path(__file__).parent / "cases"
 _ALIGNED = "s[0-9]c[0-9].py"
 # Which files of a tree are kept for review; what each case is for.
 STORED = {
-    "full_tree": ("*",),  # every kind of file once; one query row, causal, nothing padded
+    "full_tree": ("*.py",),  # every kind of file once; one query row, causal, nothing padded
     "bidirectional": (f"kernels/*fill_*{_ALIGNED}", "kernels/append_kv_*_unaligned.py"),
     "padded_both": (f"kernels/decode_*{_ALIGNED}",),  # bidirectional and padded
     "padded_queries": ("kernels/prefill_*_unaligned.py",),  # qk != v, causal and padded queries and keys
     "padded_values": (f"kernels/prefill_*{_ALIGNED}",),  # v padded, group of 3
-    "single_precision": (f"kernels/decode_*_q4_*{_ALIGNED}", "tests/test_decode_*_q4_*_unaligned.py"),  # IEEE products
+    "single_precision": (
+        f"kernels/decode_*_q4_*{_ALIGNED}",
+        "tests/test_decode_*_q4_*_unaligned.py",
+    ),  # IEEE products
     "tensor_parallel": ("dispatch.py",),  # three degrees, the last with replicated key/value heads; two archs
-    "two_layers": ("dispatch.py", "kernels/append_kv_h4_*", "tests/test_append_kv_h4_*", "tests/test_merge_*"),
+    "two_layers": (
+        "dispatch.py",
+        "kernels/append_kv_h4_*",
+        "tests/test_append_kv_h4_*",
+        "tests/test_merge_*",
+    ),
     "amd_scaled": (f"kernels/decode_*{_ALIGNED}", "dispatch.py"),  # explicit scale, pages of 528, group of 8
-    "narrow_rows": (f"kernels/append_kv_*{_ALIGNED}", f"kernels/merge_*{_ALIGNED}"),  # 40-byte rows: 8 bytes promised
+    "narrow_rows": (
+        f"kernels/append_kv_*{_ALIGNED}",
+        f"kernels/merge_*{_ALIGNED}",
+    ),  # 40-byte rows: 8 bytes promised
     "decode_only": ("dispatch.py",),  # max_spec_tokens == max_tokens: no prefill
 }
 ERRORS = sorted(path.parent.name for path in CASES.glob("*/stderr.txt"))
@@ -60,30 +75,44 @@ def generated_text(case: str, cache: Cache | None = None) -> dict[str, str]:
     return {path: content.decode() for path, content in files.items() if not path.startswith("runtime/")}
 
 
-def stored(case: str, files: dict[str, str]) -> dict[str, str]:
-    def selected(path: str) -> bool:
-        return path != "spec.yaml" and any(fnmatch.fnmatchcase(path, pattern) for pattern in STORED[case])
-
-    kept = {path: text for path, text in files.items() if selected(path)}
-    return {"files.txt": "".join(f"{path}\n" for path in files), **kept}
+def stored_text(case: str) -> dict[str, str]:
+    """What expected/ holds: as generate() makes it, but only the selected files are rendered and formatted."""
+    loaded = load(CASES / case / "spec.yaml")
+    planned = plan(loaded, expand(loaded.spec, load_targets()))
+    artifacts = [artifact for artifact in planned if not artifact.path.startswith("runtime/")]
+    texts = {"files.txt": "".join(f"{artifact.path}\n" for artifact in artifacts)}
+    for artifact in artifacts:
+        if artifact.template and any(fnmatch.fnmatchcase(artifact.path, pattern) for pattern in STORED[case]):
+            texts[artifact.path] = format_source(artifact.path, render(artifact, loaded).content.decode())
+    return texts
 
 
 @pytest.mark.parametrize("case", STORED)
-def test_generates_the_golden_tree(case, cache, updates):
-    expected = stored(case, generated_text(case, cache))
+def test_generates_the_golden_tree(case, updates):
+    expected = stored_text(case)
     root = CASES / case / "expected"
     if updates:
-        pipeline.write_tree({path: text.encode() for path, text in expected.items()}, root)
+        write_tree({path: text.encode() for path, text in expected.items()}, root)
         (CASES / case / ".expected.lock").unlink()
-    found = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()}
+    found = {
+        path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*") if path.is_file()
+    }
     assert sorted(found) == sorted(expected)
     for path, text in expected.items():
         assert found[path] == text, f"{case}/expected/{path}"
 
 
+def test_the_pipeline_generates_the_full_tree(cache):
+    files = generated_text("full_tree", cache)
+    root = CASES / "full_tree" / "expected"
+    assert files.pop("spec.yaml") == (CASES / "full_tree" / "spec.yaml").read_text()
+    assert files == {path: (root / path).read_text() for path in files}
+
+
 def test_every_pattern_selects_a_file():
     for case, patterns in STORED.items():
-        present = [path.relative_to(CASES / case / "expected").as_posix() for path in (CASES / case).rglob("*")]
+        root = CASES / case / "expected"
+        present = [path.relative_to(root).as_posix() for path in root.rglob("*")]
         for pattern in patterns:
             assert fnmatch.filter(present, pattern), (case, pattern)
     assert set(STORED) == {path.parent.name for path in CASES.glob("*/expected")}
@@ -131,17 +160,21 @@ def test_generating_does_not_depend_on_the_hash_seed(seed, cache):
         "files = generate(sys.argv[1]).files\n"
         "print(hashlib.sha256(repr(list(files.items())).encode()).hexdigest())"
     )
-    spec = CASES / "two_layers" / "spec.yaml"
+    spec = CASES / "full_tree" / "spec.yaml"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     run = subprocess.run(
-        [sys.executable, "-c", program, str(spec)], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, str(spec)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     files = pipeline.generate(spec, cache).files
     assert run.stdout.strip() == hashlib.sha256(repr(list(files.items())).encode()).hexdigest()
 
 
-def test_no_path_of_this_machine_is_generated(tmp_path):
-    for path, text in generated_text("two_layers").items():
+def test_no_path_of_this_machine_is_generated(cache):
+    for path, text in generated_text("full_tree", cache).items():
         for part in (str(CASES), str(Path.home()), os.getcwd()):
             assert path == "spec.yaml" or part not in text, path
 
@@ -149,9 +182,9 @@ def test_no_path_of_this_machine_is_generated(tmp_path):
 @pytest.fixture(scope="module")
 def kernel():
     """(loaded spec, a kernel's artifact, not yet rendered)."""
-    generated = pipeline.generate(CASES / "full_tree" / "spec.yaml")
-    artifact = next(a for a in generated.artifacts if a.path.startswith("kernels/decode_"))
-    return generated.loaded, artifact
+    loaded = load(CASES / "full_tree" / "spec.yaml")
+    planned = plan(loaded, expand(loaded.spec, load_targets()))
+    return loaded, next(artifact for artifact in planned if artifact.path.startswith("kernels/decode_"))
 
 
 def test_a_name_that_the_context_lacks_is_an_error(kernel, monkeypatch):

@@ -17,12 +17,14 @@ def _rows() -> dict:
 
 def candidates(family: str, geometry: Geometry, vendor: str, aligned: bool, max_query_len: int | None) -> list[Config]:
     """Configurations of `family` for this geometry on GPUs of `vendor`, the preferred first. Never empty for a legal geometry."""
+    # Merging reads no key: its choice may not depend on qk_dim, or two kernels would claim one dispatch row.
+    widest = geometry.block_v if family == "merge_states" else max(geometry.block_qk, geometry.block_v)
     found = []
     for row in _rows()[family]:
         when = row["for"]
         if geometry.itemsize != when.get("itemsize", geometry.itemsize):
             continue
-        if max(geometry.block_qk, geometry.block_v) > when.get("max_dim", 1 << 30) or vendor != when.get("vendor", vendor):
+        if widest > when.get("max_dim", widest) or vendor != when.get("vendor", vendor):
             continue
         if aligned != when.get("aligned", aligned):
             continue

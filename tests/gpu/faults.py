@@ -21,6 +21,7 @@ import sys
 import tempfile
 import traceback
 from collections import defaultdict
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import torch
@@ -39,11 +40,16 @@ ROW_OF_BATCH = {
 
 
 class NoTriton:
-    """Import hook: a wheel with a binary never imports Triton."""
+    """Import hook: importing Triton raises. It can still be found: torch asks that when CUDA starts."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ImportError("tests/gpu/faults.py refuses triton")
+        return ModuleSpec(name, self) if name.split(".")[0] == "triton" else None
+
+    def create_module(self, spec):
+        raise ImportError("tests/gpu/faults.py refuses triton")
+
+    def exec_module(self, module):
+        raise ImportError("tests/gpu/faults.py refuses triton")
 
 
 class Table:
@@ -277,7 +283,7 @@ def captures(subject: Subject) -> None:
                     subject.testing.check_graph_replay(subject.package, subject.testing.Case(**fields))
 
 
-def in_fresh_process(code: str, *, path: list[str] = [], **environment: str) -> str:
+def in_fresh_process(code: str, *, path: tuple[str, ...] = (), **environment: str) -> str:
     """Run Python code in a new process with these folders first on its path; returns what it printed, raises
     if it failed.
     """
@@ -321,7 +327,7 @@ def check_damage(subject: Subject, damage: str) -> None:
             )
         elif damage == "emptied":
             victim.touch()
-        said = in_fresh_process(WARM.format(name=subject.name), path=[folder])
+        said = in_fresh_process(WARM.format(name=subject.name), path=(folder,))
         assert victim.name in said, f"the error does not name {victim.name}: {said}"
 
 
@@ -333,7 +339,7 @@ def processes(table: Table, subject: Subject) -> None:
         "14 first call captured",
         subject.name,
         "capture",
-        lambda: print(in_fresh_process(capture, path=[here]), end=""),
+        lambda: print(in_fresh_process(capture, path=(here,)), end=""),
     )
     for damage in ("deleted", "emptied", "altered"):
         table.run("20 damaged binary", subject.name, damage, lambda: check_damage(subject, damage))

@@ -29,7 +29,7 @@ def skip_reason(case: Case) -> str | None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "no GPU, and TRITON_INTERPRET=1 is not set"
     if case.dtype == "bfloat16":
-        return "Triton's interpreter multiplies bfloat16 operands of tl.dot as bit patterns; it runs float16, float32"
+        return "Triton's interpreter multiplies bfloat16 operands of tl.dot as bit patterns"
     return None
 
 
@@ -58,16 +58,17 @@ def token_counts(case: Case) -> list[int]:
 
 
 def check_attention(package, case: Case, batch: str) -> None:
-    """One batch, through every table row that launches the specialization, against the float64 reference.
+    """One batch, through the table rows that launch the specialization, against the float64 reference.
 
     The pool around the keys holds NaN, then Inf: both must give the same bits. Output and lse are right
     within the dtype's tolerance, with and without lse the output has the same bits, and nothing but the
     batch's rows is written. Aligned specializations see dense tensors and views; unaligned ones see views
-    that start one element off and have odd strides.
+    that start one element off and have odd strides. In the interpreter, only the first such row.
     """
     device = device_for(case)
     named = {known.name: known for known in BATCHES}[batch]
-    for row in _attention_rows(package, case, device):
+    rows = _attention_rows(package, case, device)
+    for row in rows if device.type == "cuda" else rows[:1]:
         fitted = fit(named, case, row.max_query_len)
         workspace = poisoned_workspace(package, device)
         bound = max(row.min_query_len, max((q for q, _ in fitted.sequences), default=0))
@@ -78,19 +79,16 @@ def check_attention(package, case: Case, batch: str) -> None:
             if pool.tokens:
                 _assert_chosen(package, case, row, pool, bound)
             for return_lse in (True, False) if device.type == "cuda" else (number == 0,):
-                label = f"{case.symbol}, batch {fitted.sequences}, layout {layout}, cache filled with {fill}"
+                label = f"{case.symbol}, {fitted.sequences}, layout {layout}, cache filled with {fill}"
                 pool.poison_out()
                 call = dict(max_seqlen_q=bound, return_lse=return_lse, workspace=workspace)
                 result = package.attention(**pool.arguments(), **call)
                 out, lse = result if return_lse else (result, None)
-                assert (
-                    out.data_ptr() == pool.out.data_ptr()
-                ), f"{label}: did not return the `out` it was given"
+                assert out.data_ptr() == pool.out.data_ptr(), f"{label}: did not return `out`"
                 assert_matches(pool, lse, label)
                 found = bits(pool.result())
-                assert seen is None or torch.equal(
-                    found, seen
-                ), f"{label}, return_lse {return_lse}: other bits than before"
+                same = seen is None or torch.equal(found, seen)
+                assert same, f"{label}, return_lse {return_lse}: other bits than in the runs before"
                 seen = found
             assert_counters_clear(workspace, label)
 

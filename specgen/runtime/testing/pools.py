@@ -136,9 +136,10 @@ class Pool:
 
     def canaries_intact(self) -> bool:
         """True if nothing but the batch's own output rows was written."""
-        base = self._bases["out"].clone()
+        # As integers: in float16 the canary bytes are a NaN, whose payload an assignment need not keep.
+        base = bits(self._bases["out"]).clone()
         view = base.as_strided(self.out.shape, self.out.stride(), self.out.storage_offset())
-        view[: self.total] = torch.full((base.element_size(),), CANARY, dtype=torch.uint8).view(base.dtype)[0]
+        view[: self.total] = int.from_bytes(bytes([CANARY]) * base.element_size(), "little")
         return bool((base.view(torch.uint8) == CANARY).all())
 
     def _pages(self, keys: int) -> int:
