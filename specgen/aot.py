@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from specgen.binary import Binary, CompileJob
+from specgen.binary import Binary, CompileJob, Refused
 from specgen.cache import Cache, cache_key
-from specgen.errors import BuildError
+from specgen.errors import BudgetError, BuildError
 from specgen.resources import ARCH_LIMITS, budget_problems
 from specgen.toolchain import toolchain_digest
 
@@ -66,8 +66,8 @@ def compile_all(
     time divide them. `progress(done, total, symbol, arch)` is called in the caller's thread after each job. A
     kernel that takes longer than `time_limit` seconds fails.
 
-    Raises BuildError with one line for each failure (a compile error, a worker that died, a budget exceeded)
-    after all jobs ran; ValueError for two different jobs of one (symbol, arch).
+    Raises, after all jobs ran, BuildError with one line for each failure (a compile error, a worker that died), or
+    BudgetError for kernels that compiled and may not ship; ValueError for two different jobs of one (symbol, arch).
     """
     order: dict[Key, CompileJob] = {}
     for job in jobs:
@@ -78,9 +78,9 @@ def compile_all(
                 f"{job.symbol}: unknown architecture {job.arch!r}; known: {', '.join(ARCH_LIMITS)}"
             )
     keys = {pair: job_key(job) for pair, job in order.items()}
-    found: dict[Key, Binary | str] = {}
+    found: dict[Key, Binary | Refused | str] = {}
 
-    def record(pair: Key, outcome: Binary | str) -> None:
+    def record(pair: Key, outcome: Binary | Refused | str) -> None:
         found[pair] = outcome
         if progress is not None:
             progress(len(found), len(order), *pair)
@@ -93,12 +93,12 @@ def compile_all(
         pool = _Pool([(order[pair], keys[pair]) for pair in missing], cache, time_limit)
         pool.run(workers or usable_cpus(), record)
 
-    problems: list[str] = []
-    for pair, job in order.items():
-        outcome = found[pair]
-        problems += [outcome] if isinstance(outcome, str) else budget_problems(job, outcome)
-    if problems:
-        raise BuildError("\n".join(problems))
+    failures = [found[pair] for pair in order if isinstance(found[pair], str)]
+    if failures:
+        raise BuildError("\n".join(failures))
+    over = {pair: reason for pair, job in order.items() if (reason := _over_budget(job, found[pair]))}
+    if over:
+        raise BudgetError(over)
     return {pair: found[pair] for pair in order}
 
 
@@ -119,6 +119,10 @@ def job_key(job: CompileJob) -> str:
             "toolchain": toolchain_digest(),
         }
     )
+
+
+def _over_budget(job: CompileJob, outcome: Binary | Refused) -> str:
+    return outcome.reason if isinstance(outcome, Refused) else "; ".join(budget_problems(job, outcome))
 
 
 def usable_cpus() -> int:
@@ -149,12 +153,12 @@ class _Pool:
         self._count = len(jobs)
         self._cache = cache
         self._time_limit = time_limit
-        self._outcomes: queue.SimpleQueue[tuple[Key, Binary | str] | BaseException] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[Key, Binary | Refused | str] | BaseException] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._workers: set[_Worker] = set()
         self._lock = threading.Lock()
 
-    def run(self, workers: int, record: Callable[[Key, Binary | str], None]) -> None:
+    def run(self, workers: int, record: Callable[[Key, Binary | Refused | str], None]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="specgen-aot-"))
         threads = [
             threading.Thread(target=self._feed, args=(folder / str(number),), daemon=True)
@@ -200,7 +204,7 @@ class _Pool:
                             if not worker.alive:
                                 worker = None
                             continue
-                        if self._cache:
+                        if self._cache and isinstance(binary, Binary):
                             self._cache.put(key, binary.facts(), binary.data)
                 self._outcomes.put(((job.symbol, job.arch), binary))
         except BaseException as error:  # handed to the caller's thread, which raises it
@@ -250,7 +254,7 @@ class _Worker:
                 start_new_session=True,  # killing it takes ptxas along; a Ctrl-C reaches the parent alone
             )
 
-    def compile(self, job: CompileJob, time_limit: float) -> Binary:
+    def compile(self, job: CompileJob, time_limit: float) -> Binary | Refused:
         """The binary of `job`; raises _Failure. `alive` tells whether the process can take another."""
         started = time.monotonic()
         timer = threading.Timer(time_limit, self.kill)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from specgen import resources
-from specgen.binary import Binary, CompileJob
+from specgen.binary import Binary, CompileJob, Refused
 from specgen.errors import BuildError
 from specgen.toolchain import assembler, is_nvidia
 
@@ -44,8 +44,8 @@ def main() -> None:
             folder.parent.rmdir()
 
 
-def answer_job(job: CompileJob, folder: Path) -> Binary | str:
-    """The binary of `job`, or the line that says why there is none."""
+def answer_job(job: CompileJob, folder: Path) -> Binary | Refused | str:
+    """The binary of `job`, or why it is too large, or the line that says what failed."""
     try:
         return _compile(job, folder)
     except BuildError as error:
@@ -55,11 +55,9 @@ def answer_job(job: CompileJob, folder: Path) -> Binary | str:
         sys.stdout.flush()
         log = (folder / "log").read_text(errors="replace")
         needed = _shared_needed(error, log)
-        return (
-            resources.shared_message(job, needed)
-            if needed
-            else f"{job.title}: {first_useful_line(error, log)}"
-        )
+        if needed:
+            return Refused(resources.shared_message(job, needed))
+        return f"{job.title}: {first_useful_line(error, log)}"
 
 
 def first_useful_line(error: BaseException, log: str) -> str:

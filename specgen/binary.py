@@ -70,3 +70,10 @@ class Binary:
         facts = asdict(self)
         del facts["data"]
         return facts
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A kernel that the compiler finds too large for the GPU, and why."""
+
+    reason: str

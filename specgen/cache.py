@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 
+from specgen.errors import SpecgenError
+
 FORMAT = 1  # of keys and files: raise it whenever the meaning of either changes
 _MAGIC = b"specgen cache 1\n"
 _DIGEST_SIZE = 64
@@ -24,11 +26,17 @@ _ABANDONED = 24 * 3600  # seconds after which another process's temporary file i
 
 
 def default_folder() -> Path:
-    """$SPECGEN_CACHE, else specgen in $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("SPECGEN_CACHE"):
+    """$SPECGEN_CACHE, else specgen in $XDG_CACHE_HOME or ~/.cache; SpecgenError if it needs an unknown home."""
+    chosen = os.environ.get("SPECGEN_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "specgen"
+    )
+    try:
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "specgen"
+    except RuntimeError:  # $HOME is not set and the user has no entry in the system's list
+        raise SpecgenError(
+            f"no cache folder: {chosen} needs a home folder that is not known here; "
+            "set $HOME or $SPECGEN_CACHE"
+        ) from None
 
 
 def cache_key(content: Mapping[str, object]) -> str:

@@ -1,7 +1,9 @@
 """The command line: the only module that prints. Exit status 0: done; 1: an error in what the user gave; 2: wrong usage."""
 
 import argparse
+import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,11 +16,15 @@ from specgen.errors import SpecgenError
 _PLAIN = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
 _out = Console(**_PLAIN)
 _err = Console(stderr=True, **_PLAIN)
+_SCHEMA = "spec.schema.json"  # beside every spec that init writes
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `specgen`; returns the exit status."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # As stderr is: a path may hold what the locale has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return options.run(options) or 0
     except SpecgenError as error:
@@ -72,34 +78,39 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"needs at least 1, got {text}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs an integer of at least 1, got {text}")
+    return int(text)
 
 
 def _write(path: Path | None, text: str) -> None:
     if path is None:
-        sys.stdout.write(text)
+        _out.file.write(text)
         return
+    if path.is_dir():
+        raise SpecgenError(f"{path}: is a folder; needs the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
     _out.print(f"wrote {path}")
 
 
 def _init(options) -> None:
     from specgen.hf import import_config
 
+    if options.output and options.output.name == _SCHEMA:
+        raise SpecgenError(f"{options.output}: is the name of the schema beside a spec; needs another name")
     if options.output and options.output.exists() and not options.force:
         raise SpecgenError(f"{options.output}: exists; pass --force to overwrite it")
     name = options.name or (options.output.stem if options.output else None)
-    schema = "spec.schema.json" if options.output else None
-    text = import_config(options.config, name=name, schema=schema)
+    text = import_config(options.config, name=name, schema=_SCHEMA if options.output else None)
     _write(options.output, text)
     if options.output:
-        _write(options.output.with_name("spec.schema.json"), _schema_text())
+        _write(options.output.with_name(_SCHEMA), _schema_text())
 
 
 def _cache():
@@ -147,9 +158,9 @@ def _build(options) -> None:
 def _list(options) -> None:
     from specgen import pipeline
 
-    generated = pipeline.generate(options.spec, _cache())
+    generated, root = pipeline.generate_as_built(options.spec, options.build_dir, _cache())
     expansion = generated.expansion
-    built = _built_sizes(options.build_dir / generated.loaded.spec.name / generated.package / "manifest.json")
+    built = _built_sizes(root / "manifest.json", generated.loaded.spec.digest)
     rows = 0
     for symbol in expansion.variants:
         for arch in expansion.archs(symbol):
@@ -163,10 +174,11 @@ def _list(options) -> None:
             _out.print("every target holds the preferred configurations")
 
 
-def _built_sizes(path: Path) -> dict[tuple[str, str], str]:
-    """(symbol, arch) -> sizes, from a manifest that may be missing or damaged: then nothing counts as built."""
+def _built_sizes(path: Path, digest: str) -> dict[tuple[str, str], str]:
+    """(symbol, arch) -> sizes, from a manifest that may be missing, damaged or another spec's: then nothing is built."""
     try:
-        variants = json.loads(path.read_text(encoding="utf-8"))["variants"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        variants = content["variants"] if content["spec"]["sha256"] == digest else {}
         return {
             (symbol, arch): f"{b['registers']:4d} registers {b['shared_bytes']:7d} B shared {b['spill_bytes']:4d} B spilled"
             for symbol, variant in variants.items()

@@ -18,6 +18,14 @@ class BuildError(SpecgenError):
     """A valid spec that cannot be built: an unimplemented field, an exceeded budget, a failed compile."""
 
 
+class BudgetError(BuildError):
+    """Compiled kernels that may not ship. `over` maps (symbol, arch) to the reason; the text has one line for each."""
+
+    def __init__(self, over: dict[tuple[str, str], str]):
+        self.over = dict(over)
+        super().__init__("\n".join(f"{symbol} for {arch}: {reason}" for (symbol, arch), reason in over.items()))
+
+
 @dataclass(frozen=True)
 class Diagnostic:
     """One mistake in one file.

@@ -1,5 +1,6 @@
 """Spec -> the one list of specializations and where each is used. Pure; everything generated derives from this list."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specgen.errors import BuildError
@@ -54,9 +55,24 @@ class Expansion:
 def geometry(spec: Spec, entry: AttentionSpec, degree: int) -> Geometry:
     """Per-rank geometry of an attention entry at a tensor-parallel degree; ValueError if the degree is illegal."""
     query_heads, kv_heads = entry.per_rank(degree)
-    qk_dim, v_dim = entry.head_dim.qk, entry.head_dim.v
-    scale = entry.scale if entry.scale is not None else qk_dim**-0.5
-    return Geometry(query_heads, kv_heads, qk_dim, v_dim, spec.dtype, spec.kv_cache.page_size, scale, entry.mask)
+    return Geometry(
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        qk_dim=entry.head_dim.qk,
+        v_dim=entry.head_dim.v,
+        dtype=spec.dtype,
+        page_size=spec.kv_cache.page_size,
+        scale=entry.resolved_scale,
+        mask=entry.mask,
+        sliding_window=entry.sliding_window,
+        chunk=entry.chunk,
+        softcap=entry.softcap,
+        sinks=entry.sinks,
+        alibi=entry.alibi,
+        prefix_ranges=entry.prefix_ranges,
+        rotary_dim=entry.rotary.dim if entry.rotary else None,
+        rotary_style=entry.rotary.style if entry.rotary else None,
+    )
 
 
 def decode_query_lens(spec: Spec) -> tuple[int, ...]:
@@ -72,8 +88,13 @@ def _families(spec: Spec) -> list[tuple[str, int | None]]:
     return families + [("append_kv", None), ("merge_states", None)]
 
 
-def expand(spec: Spec, targets: dict[str, Target]) -> Expansion:
-    """Enumerate the specializations of `spec`. Raises BuildError naming bytes when no configuration fits a target."""
+def expand(
+    spec: Spec, targets: dict[str, Target], over_budget: Mapping[tuple[str, str], str] | None = None
+) -> Expansion:
+    """Enumerate the specializations of `spec`. Raises BuildError naming bytes when no configuration fits a target.
+
+    `over_budget` maps (symbol, arch) to the reason for kernels that an earlier compile refused: others are chosen.
+    """
     by_arch: dict[str, list[Target]] = {}
     for name in spec.targets:
         by_arch.setdefault(targets[name].arch, []).append(targets[name])
@@ -87,21 +108,22 @@ def expand(spec: Spec, targets: dict[str, Target]) -> Expansion:
                 for family, max_query_len in _families(spec):
                     for aligned in _GUARDS[family]:
                         variant = _choose(
-                            family, shape, arch_targets, aligned, max_query_len, spec.limits, rejections, owner
+                            family, shape, arch_targets, aligned, max_query_len, spec.limits, over_budget or {},
+                            rejections, owner,
                         )
                         uses.append(Use(arch, entry.name, degree, variant))
     return Expansion(tuple(uses), tuple(rejections))
 
 
-def _choose(family, shape, targets, aligned, max_query_len, limits, rejections, owner) -> Variant:
+def _choose(family, shape, targets, aligned, max_query_len, limits, over_budget, rejections, owner) -> Variant:
     """The first configuration that every one of `targets`, GPUs of one arch, can hold; notes those before it."""
     refused = []
-    for config in candidates(family, shape, targets[0].vendor, aligned, max_query_len):
+    for config in candidates(family, shape, targets[0], aligned, max_query_len):
         variant = Variant(family, shape, config, aligned, limits.max_seqs, max_query_len)
         reasons = [
             Rejection(variant.symbol, target.id, reason)
             for target in targets
-            if (reason := why_not(variant, target, limits))
+            if (reason := why_not(variant, target, limits) or over_budget.get((variant.symbol, target.arch)))
         ]
         rejections.update(dict.fromkeys(reasons))
         if not reasons:

@@ -188,7 +188,7 @@ def _entry(label: str, indices: list[int] | None, layer: Layer, facts: Facts) ->
         yield _line(f"    chunk: {layer.chunk or 'null'}", notes.get("chunk"))
     if layer.softcap:
         yield _line(f"    softcap: {layer.softcap!r}", notes.get("softcap"))
-    for field in ("sinks", "alibi", "cross"):
+    for field in ("sinks", "alibi", "prefix_ranges", "cross"):
         if getattr(layer, field):
             yield _line(f"    {field}: true", notes.get(field) or notes.get("mask"))
 

@@ -53,6 +53,7 @@ class Layer:
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    prefix_ranges: bool = False
     cross: bool = False
 
 

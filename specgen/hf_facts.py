@@ -46,16 +46,17 @@ def read_facts(data: Mapping[str, Any], model_type: str | None = None, dtype: st
     config, outer = _text_config(data, model_type)
     _refuse_other_algorithms(config)
     facts = Facts()
-    if outer.get("model_type") in IMAGE_PREFIX and config.data is not outer:
-        facts.remarks.append(
-            "image tokens see each other both ways in this model; prefix_ranges is left off here."
-        )
     _dtype(config, outer, dtype, facts)
     if config.model_type in ENCODER_DECODER or config.data.get("is_encoder_decoder") is True:
         _encoder_decoder(config, facts)
         return facts
     _positions(config, facts)
-    facts.count, facts.layers = layers_of(config, _base(config, facts), facts)
+    base = _base(config, facts)
+    outer_type = outer.get("model_type")
+    if outer_type in IMAGE_PREFIX and config.data is not outer and base.mask == "causal":
+        base = replace(base, prefix_ranges=True)
+        facts.notes["prefix_ranges"] = f"inferred: image tokens of {outer_type} see each other both ways"
+    facts.count, facts.layers = layers_of(config, base, facts)
     return facts
 
 
@@ -139,8 +140,6 @@ def _base(config: Config, facts: Facts) -> Layer:
     layer = Layer("global", heads, kv_heads, qk_dim, v_dim, mask=_mask(config, facts))
     softcap, notes["softcap"] = config.number("attn_logit_softcapping")
     alibi = _alibi(config, facts)
-    if alibi and layer.mask == "bidirectional":
-        raise Refused(notes["alibi"], "ALiBi over bidirectional attention is not a spec field")
     sinks = config.model_type in SINKS
     if sinks:
         notes["sinks"] = f"inferred: {config.model_type} has them; no config key says so"

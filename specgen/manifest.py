@@ -1,6 +1,7 @@
 """What the package says of itself: manifest.json, as a dictionary of JSON values. Pure: reads nouns, touches nothing."""
 
 import json
+from collections.abc import Mapping
 
 from specgen import __version__
 from specgen.binary import Binary
@@ -23,10 +24,12 @@ def manifest(
     triton: str,
     ptxas: str,
     launcher_compiler: str | None,
+    over_budget: Mapping[tuple[str, str], str],
 ) -> dict:
     """The manifest: versions, targets, limits, layers, and per variant what it is and what its binaries need.
 
-    `binaries` by (symbol, arch); empty for a package of sources alone. Sizes are in bytes, bandwidth in GB/s, rate in TFLOP/s.
+    `binaries` by (symbol, arch); empty for a package of sources alone. `over_budget`: kernels that were preferred to these
+    and that the compile refused, with the reason. Sizes are in bytes, bandwidth in GB/s, rate in TFLOP/s.
     """
     archs = tuple(dict.fromkeys(targets[name].arch for name in spec.targets))
     package = package_name(spec.name)
@@ -54,9 +57,22 @@ def manifest(
                 "scale": entry.resolved_scale,
                 "mask": entry.mask,
                 "page_size": spec.kv_cache.page_size,
+                "layout": spec.kv_cache.layout,
                 "dtype": spec.dtype,
+                "sliding_window": entry.sliding_window,
+                "chunk": entry.chunk,
+                "softcap": entry.softcap,
+                "sinks": entry.sinks,
+                "alibi": entry.alibi,
+                "prefix_ranges": entry.prefix_ranges,
+                "cross": entry.cross,
+                "rotary_dim": entry.rotary.dim if entry.rotary else None,
+                "rotary_style": entry.rotary.style if entry.rotary else None,
             }
             for entry in spec.attention
+        ],
+        "over_budget": [
+            {"symbol": symbol, "arch": arch, "reason": reason} for (symbol, arch), reason in sorted(over_budget.items())
         ],
         "variants": {symbol: _variant(variant, binaries) for symbol, variant in expansion.variants.items()},
     }
@@ -86,6 +102,14 @@ def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
         "dtype": g.dtype,
         "mask": g.mask,
         "scale": g.scale,
+        "sliding_window": g.sliding_window,
+        "chunk": g.chunk,
+        "softcap": g.softcap,
+        "sinks": g.sinks,
+        "alibi": g.alibi,
+        "prefix_ranges": g.prefix_ranges,
+        "rotary_dim": g.rotary_dim,
+        "rotary_style": g.rotary_style,
         "max_query_len": variant.max_query_len,
         "block_m": c.block_m,
         "tile_n": c.tile_n,

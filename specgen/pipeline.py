@@ -12,20 +12,21 @@ from specgen.artifact import Artifact
 from specgen.binary import Binary, CompileJob
 from specgen.cache import Cache, cache_key
 from specgen.data_files import license_text
-from specgen.errors import Diagnostic, SpecError, SpecgenError
+from specgen.errors import BudgetError, Diagnostic, SpecError, SpecgenError
 from specgen.expand import Expansion, expand
 from specgen.format import FORMATTER, format_source
 from specgen.load import Loaded, load
 from specgen.manifest import binary_path, field_differences, manifest, to_json
 from specgen.plan import RUNTIME, package_name, plan
 from specgen.render import render
-from specgen.rules import unimplemented
+from specgen.rules import refusals
 from specgen.target import load_targets
 from specgen.toolchain import ptxas_versions, triton_version
 from specgen.verify import Difference, verify_wheel
 from specgen.wheel import LAUNCHER_FILE, PURE_TAG, Launcher, build_launcher, wheel_tag, write_wheel
 from specgen.write import diff_tree, write_tree
 
+OverBudget = dict[tuple[str, str], str]
 # Oldest torch whose library, compile and export interfaces the runtime uses (specgen/runtime/operators.py).
 REQUIRES = ("torch>=2.6",)
 EXTRAS = {"jit": ("triton>=3.6",), "test": ("pytest>=7", "numpy")}
@@ -52,20 +53,23 @@ class Generated:
         return {artifact.path: artifact.content for artifact in self.artifacts}
 
 
-def generate(path: Path | str, cache: Cache | None = None) -> Generated:
-    """Load a spec and generate its sources. SpecError for mistakes and unimplemented fields, BuildError if nothing fits."""
+def generate(path: Path | str, cache: Cache | None = None, over_budget: OverBudget | None = None) -> Generated:
+    """Load a spec and generate its sources. SpecError for mistakes and unimplemented fields, BuildError if nothing fits.
+
+    `over_budget`: (symbol, arch) -> reason for kernels that a compile refused; the next configurations take their place.
+    """
     loaded = load(path)
-    refuse_unimplemented(loaded)
-    expansion = expand(loaded.spec, load_targets())
+    refuse_illegal(loaded)
+    expansion = expand(loaded.spec, load_targets(), over_budget)
     artifacts = tuple(_formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
     return Generated(loaded, expansion, artifacts)
 
 
-def refuse_unimplemented(loaded: Loaded) -> None:
-    """SpecError naming every field that no kernel template implements, each with its place."""
+def refuse_illegal(loaded: Loaded) -> None:
+    """SpecError naming every field that is not legal or that no kernel template implements, each with its place."""
     mistakes = [
         Diagnostic(loaded.path, *loaded.positions.get(field, (None, None)), field, reason)
-        for field, reason in unimplemented(loaded.spec)
+        for field, reason in refusals(loaded.spec)
     ]
     if mistakes:
         raise SpecError(mistakes)
@@ -85,13 +89,12 @@ def _formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
 
 
 def jobs(generated: Generated) -> list[CompileJob]:
-    """Every (specialization, architecture) to compile. The banner is left out: it changes no code."""
+    """Every (specialization, architecture) to compile. Banner and docstring are left out: they change no code."""
     targets = load_targets()
     files = generated.files
     found = []
     for symbol, variant in generated.expansion.variants.items():
-        lines = files[f"kernels/{symbol}.py"].decode().splitlines(keepends=True)
-        source = "".join(lines[next(i for i, line in enumerate(lines) if not line.startswith("#")) :])
+        source = files[f"kernels/{symbol}.py"].decode().split('"""', 2)[2]
         for arch in generated.expansion.archs(symbol):
             of_arch = [targets[name] for name in generated.loaded.spec.targets if targets[name].arch == arch]
             found.append(
@@ -125,14 +128,20 @@ def build(
 
     `pure` leaves the launch extension out: a py3-none-any wheel that launches through ctypes on any host.
     """
-    generated = generate(path, cache)
-    binaries = compile_all(jobs(generated), workers=workers, progress=progress, cache=cache)
+    over_budget: OverBudget = {}
+    while True:
+        generated = generate(path, cache, over_budget)
+        try:
+            binaries = compile_all(jobs(generated), workers=workers, progress=progress, cache=cache)
+            break
+        except BudgetError as error:  # each round rules out at least one more; expand fails when none is left
+            over_budget |= error.over
     launcher = None if pure else build_launcher(RUNTIME, cache=cache, warn=warn)
-    files = package_files(generated, binaries, launcher)
+    files = package_files(generated, binaries, launcher, over_budget)
     home = build_dir / generated.loaded.spec.name
     content = json.loads(files["manifest.json"])
-    write_tree(files, home / generated.package)
-    return write_wheel(
+    write_package(files, home / generated.package)
+    wheel = write_wheel(
         files,
         distribution=content["distribution"],
         version=content["version"],
@@ -145,18 +154,32 @@ def build(
         extras=EXTRAS,
         license_files={"LICENSE": license_text()},
     )
+    for other in wheel.parent.glob(f"{wheel.name.split('-')[0]}-*.whl"):  # an older build's, with another tag
+        if other != wheel:
+            other.unlink(missing_ok=True)
+    return wheel
+
+
+def write_package(files: dict[str, bytes], folder: Path) -> None:
+    """Replace `folder` by the package; SpecgenError if something lies there that specgen did not write."""
+    if folder.exists() and not (folder / "manifest.json").is_file() and (folder.is_file() or any(folder.iterdir())):
+        raise SpecgenError(f"{folder}: exists and is no package that specgen wrote; move it away or build elsewhere")
+    write_tree(files, folder)
 
 
 def build_sources(path: Path | str, build_dir: Path, cache: Cache | None = None) -> Path:
     """Write a package of sources alone (no binaries, no wheel): what the interpreter and the JIT run. Returns its folder."""
     generated = generate(path, cache)
     folder = build_dir / generated.loaded.spec.name / generated.package
-    write_tree(package_files(generated, {}, None), folder)
+    write_package(package_files(generated, {}, None), folder)
     return folder
 
 
 def package_files(
-    generated: Generated, binaries: dict[tuple[str, str], Binary], launcher: Launcher | None
+    generated: Generated,
+    binaries: dict[tuple[str, str], Binary],
+    launcher: Launcher | None,
+    over_budget: OverBudget | None = None,
 ) -> dict[str, bytes]:
     """Everything in the package, by POSIX path, sorted."""
     content = manifest(
@@ -167,6 +190,7 @@ def package_files(
         triton=triton_version(),
         ptxas=ptxas_versions(arch for _, arch in binaries),
         launcher_compiler=launcher.compiler if launcher else None,
+        over_budget=over_budget or {},
     )
     files = dict(generated.files)
     files |= {binary_path(symbol, arch, binary): binary.data for (symbol, arch), binary in binaries.items()}
@@ -179,12 +203,28 @@ def package_files(
 
 def check(path: Path | str, build_dir: Path, cache: Cache | None = None) -> list[str]:
     """Differences between the built tree and what the spec generates now, both directions; empty if it is up to date."""
-    generated = generate(path, cache)
-    root = build_dir / generated.loaded.spec.name / generated.package
+    generated, root = generate_as_built(path, build_dir, cache)
     if not root.is_dir():
         raise SpecgenError(f"{root}: no such folder; run `specgen build {path}` first")
     files = generated.files | {"LICENSE": license_text()}
     return diff_tree(files, root, ignored=_BUILT) + _built_differences(generated, root)
+
+
+def generate_as_built(path: Path | str, build_dir: Path, cache: Cache | None = None) -> tuple[Generated, Path]:
+    """What the spec generates, without the configurations that its last build refused; and the built package's folder."""
+    generated = generate(path, cache)
+    root = build_dir / generated.loaded.spec.name / generated.package
+    refused = built_over_budget(root)
+    return (generate(path, cache, refused) if refused else generated), root
+
+
+def built_over_budget(root: Path) -> OverBudget:
+    """What the compile of the package in `root` refused, from its manifest; empty where that cannot be read."""
+    try:
+        refused = json.loads((root / "manifest.json").read_text(encoding="utf-8"))["over_budget"]
+        return {(each["symbol"], each["arch"]): each["reason"] for each in refused}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _built_differences(generated: Generated, root: Path) -> list[str]:
@@ -194,7 +234,8 @@ def _built_differences(generated: Generated, root: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"manifest.json: missing or damaged ({type(error).__name__})"]
     tools = {"triton": "", "ptxas": "", "launcher_compiler": None}
-    expected = manifest(generated.loaded.spec, generated.expansion, load_targets(), {}, **tools)
+    refused = built_over_budget(root)
+    expected = manifest(generated.loaded.spec, generated.expansion, load_targets(), {}, over_budget=refused, **tools)
     fields = field_differences(content, json.loads(to_json(expected)))
     lines = [f"manifest.json: {field}: differs from what the spec generates" for field in fields]
     for file in sorted(known):

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.artifact import Artifact
-from specgen.expand import Expansion, decode_query_lens
+from specgen.expand import Expansion, Use, decode_query_lens
 from specgen.load import Loaded
 from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
+from specgen.spec import Spec
 
 RUNTIME = Path(__file__).parent / "runtime"
 # What reaches the package besides Python: the launcher's source, for a host that has to build its own.
@@ -73,6 +74,20 @@ def _unique_append(rows: list[AppendRow]) -> tuple[AppendRow, ...]:
     return tuple(AppendRow(i, *rest) for i, rest in enumerate(fields))
 
 
+def _features(spec: Spec, use: Use) -> list[tuple[str, str]]:
+    """(field, literal) of what is on in the layer that a test calls its specialization through; off leaves no trace."""
+    entry = next(entry for entry in spec.attention if entry.name == use.layer)
+    masks = ("sliding_window", "chunk", "softcap", "sinks", "alibi", "prefix_ranges", "cross")
+    values = {name: getattr(entry, name) for name in masks} if use.variant.family != "append_kv" else {}
+    values = {name: value for name, value in values.items() if value is not None and value is not False}
+    if use.variant.family == "append_kv" and entry.rotary is not None:
+        values |= {"rotary_dim": entry.rotary.dim, "rotary_style": entry.rotary.style}
+        values["query_heads"] = use.variant.geometry.query_heads
+    if spec.kv_cache.layout != "NHD":
+        values["layout"] = spec.kv_cache.layout
+    return [(name, repr(value)) for name, value in values.items()]
+
+
 def plan(loaded: Loaded, expansion: Expansion) -> tuple[Artifact, ...]:
     """Every generated or copied file of the package except manifest and binaries, paths relative to the package."""
     spec = loaded.spec
@@ -93,7 +108,13 @@ def plan(loaded: Loaded, expansion: Expansion) -> tuple[Artifact, ...]:
             Artifact(
                 f"tests/test_{symbol}.py",
                 f"tests/{_TESTS[variant.family]}.py.jinja",
-                context={"package": package, "variant": variant, "layer": use.layer, "limits": spec.limits},
+                context={
+                    "package": package,
+                    "variant": variant,
+                    "layer": use.layer,
+                    "limits": spec.limits,
+                    "features": _features(spec, use),
+                },
             ),
         ]
     for path in sorted(RUNTIME.rglob("*")):

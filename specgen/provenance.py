@@ -11,9 +11,8 @@ from specgen.data_files import SPECS
 from specgen.errors import SpecgenError
 from specgen.expand import Expansion, Use, expand
 from specgen.load import Loaded, load
-from specgen.pipeline import refuse_unimplemented
+from specgen.pipeline import refuse_illegal
 from specgen.plan import Rows, dispatch_rows, package_name, plan
-from specgen.runtime.arguments import ARGUMENTS
 from specgen.runtime.table import AttentionRow
 from specgen.target import load_targets
 from specgen.variant import Variant
@@ -50,7 +49,7 @@ def _default_specs() -> list[Path]:
 
 def _expanded(path: Path) -> tuple[Loaded, Expansion]:
     loaded = load(path)
-    refuse_unimplemented(loaded)
+    refuse_illegal(loaded)
     return loaded, expand(loaded.spec, load_targets())
 
 
@@ -146,7 +145,7 @@ def _condition(row: AttentionRow) -> str:
 def _arguments(variant: Variant) -> Iterator[str]:
     promised = dict(variant.divisibility)
     for i, (argument, (name, kind)) in enumerate(
-        zip(ARGUMENTS[variant.family], variant.signature, strict=True)
+        zip(variant.arguments, variant.signature, strict=True)
     ):
         unit = "bytes" if argument.kind == "pointer" else "elements"
         promise = f"  a multiple of {promised[i]} {unit}" if i in promised else ""

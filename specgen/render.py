@@ -10,8 +10,7 @@ from specgen.artifact import Artifact
 from specgen.data_files import TEMPLATES
 from specgen.dtypes import DTYPES
 from specgen.load import Loaded
-from specgen.runtime.arguments import ARGUMENTS
-from specgen.variant import Variant, next_power_of_two
+from specgen.variant import LOG2E, Geometry, Variant, next_power_of_two
 
 
 @cache
@@ -26,6 +25,13 @@ def _environment() -> Environment:
     )
     environment.filters["identifier"] = lambda name: "None" if name is None else f'"{name}"'
     return environment
+
+
+def _mask_words(g: Geometry) -> list[str]:
+    """What bounds or bends the scores besides the mask, for a docstring."""
+    numbers = (("window", g.sliding_window), ("chunk", g.chunk), ("softcap", g.softcap))
+    switches = (("sinks", g.sinks), ("ALiBi", g.alibi), ("prefix ranges", g.prefix_ranges))
+    return [f"{name} {value}" for name, value in numbers if value is not None] + [name for name, on in switches if on]
 
 
 def kernel_view(variant: Variant) -> dict:
@@ -49,7 +55,27 @@ def kernel_view(variant: Variant) -> dict:
         "scale": repr(g.scale),
         "scale_log2e": repr(variant.scale_log2e),
         "mask": g.mask,
+        "mask_text": ", ".join([g.mask, *_mask_words(g)]),
         "causal": g.mask == "causal",
+        "paged": variant.family != "varlen",
+        "positional": g.mask == "causal" or g.alibi,
+        "window": g.sliding_window,
+        "chunk": g.chunk,
+        "left_edge": g.sliding_window is not None or g.chunk is not None,
+        "softcap": g.softcap is not None,
+        "softcap_log2e": repr((g.softcap or 0.0) * LOG2E),
+        "scale_over_softcap": repr(g.scale / (g.softcap or 1.0)),
+        "sinks": g.sinks,
+        "alibi": g.alibi,
+        "prefix_ranges": g.prefix_ranges,
+        "rotary": g.rotary_dim is not None,
+        "rotary_dim": g.rotary_dim,
+        "rotary_style": g.rotary_style,
+        "interleaved": g.rotary_style == "interleaved",
+        "query_blocks": -(-g.query_heads // c.block_m),
+        # A cap or a bias works on scaled scores; without them the scale rides on the exponent's multiply-add.
+        "scaled_scores": g.softcap is not None or g.alibi,
+        "natural_logits": g.softcap is not None or g.alibi or g.sinks,
         # Real float32 products: Triton's default for float32 operands is TF32.
         "dot_options": ', input_precision="ieee"' if g.itemsize == 4 else "",
         "block_m": c.block_m,
@@ -89,7 +115,7 @@ def render(artifact: Artifact, loaded: Loaded) -> Artifact:
         return artifact
     context = dict(artifact.context)
     if variant := context.get("variant"):
-        arguments = ARGUMENTS[variant.family]
+        arguments = variant.arguments
         context["v"] = kernel_view(variant)
         context["arguments"] = arguments
         # Values that change from call to call must not make the JIT compile anew.

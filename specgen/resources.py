@@ -146,46 +146,28 @@ def occupancy(
 
 
 def budget_problems(job: CompileJob, binary: Binary) -> list[str]:
-    """Why `binary` may not ship, one line a reason. Spills outside the main loops are allowed."""
+    """Why `binary` may not ship, one text a reason. Spills outside the main loops are allowed."""
     problems = []
     if binary.shared_bytes > job.shared_limit:
         problems.append(shared_message(job, binary.shared_bytes))
     if binary.main_loop_spills:
         problems.append(
-            f"{job.title}: spills registers in a main loop: {binary.main_loop_spills} bytes "
-            f"moved per thread and pass ({binary.registers} registers, {binary.num_threads} threads); "
-            "0 are allowed: smaller tiles or more warps"
+            f"spills registers in a main loop: {binary.main_loop_spills} bytes moved per thread and pass "
+            f"({binary.registers} registers, {binary.num_threads} threads); 0 are allowed"
         )
     if binary.tensor_memory_columns > _TENSOR_MEMORY_COLUMNS:
-        problems.append(
-            f"{job.title}: needs {binary.tensor_memory_columns} columns of tensor memory, "
-            f"{_TENSOR_MEMORY_COLUMNS} are available: smaller tiles"
-        )
+        columns = binary.tensor_memory_columns
+        problems.append(f"needs {columns} columns of tensor memory, {_TENSOR_MEMORY_COLUMNS} are available")
     if binary.scratch_bytes:
-        problems.append(
-            f"{job.title}: needs {binary.scratch_bytes} bytes of global scratch, and the launcher gives none"
-        )
+        problems.append(f"needs {binary.scratch_bytes} bytes of global scratch, and the launcher gives none")
     if binary.occupancy < 1 and binary.shared_bytes <= job.shared_limit:
-        problems.append(
-            f"{job.title}: {binary.num_threads} threads of {binary.registers} registers "
-            "do not fit a multiprocessor"
-        )
+        problems.append(f"{binary.num_threads} threads of {binary.registers} registers do not fit a multiprocessor")
     return problems
 
 
-def check_budget(job: CompileJob, binary: Binary) -> None:
-    """Raises BuildError with every line of `budget_problems`, if there is one."""
-    problems = budget_problems(job, binary)
-    if problems:
-        raise BuildError("\n".join(problems))
-
-
 def shared_message(job: CompileJob, needed: int) -> str:
-    """The line that refuses a kernel which needs `needed` bytes of shared memory per block."""
-    return (
-        f"{job.title}: needs {needed} bytes of shared memory per block, {job.shared_limit} are available: "
-        "smaller tiles or fewer stages"
-    )
+    """The reason for a kernel which needs `needed` bytes of shared memory per block."""
+    return f"needs {needed} bytes of shared memory per block, {job.shared_limit} are available on {', '.join(job.targets) or job.arch}"
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -3,63 +3,60 @@
 Every function returns reasons; None or an empty list means legal. Imports only nouns.
 """
 
-from specgen.dtypes import DTYPES
 from specgen.spec import AttentionSpec, Limits, Spec
 from specgen.target import Target
 from specgen.variant import Variant
 
-# Fields of an attention entry that no kernel template implements: (field, is it on?, what it is).
-_UNIMPLEMENTED = (
-    ("sliding_window", lambda a: a.sliding_window is not None, "sliding window attention"),
-    ("chunk", lambda a: a.chunk is not None, "chunked local attention"),
-    ("softcap", lambda a: a.softcap is not None, "logit softcap"),
-    ("sinks", lambda a: a.sinks, "attention sinks"),
-    ("alibi", lambda a: a.alibi, "ALiBi"),
-    ("rotary", lambda a: a.rotary is not None, "rotary embedding fused into append_kv"),
-    ("prefix_ranges", lambda a: a.prefix_ranges, "prefix ranges"),
-    ("cross", lambda a: a.cross, "cross-attention"),
+# Features that need another field to mean anything: (field, is it on?, does the entry allow it?, what is needed and why).
+_CAUSAL = "mask: causal: it narrows or widens what a causal row sees"
+_NOT_CROSS = "cross: false: a query has no position among an encoder's keys"
+_NEEDS = (
+    ("sliding_window", lambda a: a.sliding_window is not None, lambda a: a.mask == "causal", _CAUSAL),
+    ("chunk", lambda a: a.chunk is not None, lambda a: a.mask == "causal", _CAUSAL),
+    ("prefix_ranges", lambda a: a.prefix_ranges, lambda a: a.mask == "causal", _CAUSAL),
+    ("cross", lambda a: a.cross, lambda a: a.mask == "bidirectional", "mask: bidirectional: every query sees the encoder's keys"),
+    ("alibi", lambda a: a.alibi, lambda a: not a.cross, _NOT_CROSS),
+    ("rotary", lambda a: a.rotary is not None, lambda a: not a.cross, _NOT_CROSS),
 )
-_MAX_HEAD_DIM = 256
 # The kernels multiply scores by scale x log2(e) in float32.
 _SCALES = (1e-30, 1e30)
+_SOFTCAPS = (1e-3, 1e6)
 # Work is counted in int32. What is left of 2^31 covers the rounding up of shares to any grid (at most 2 per program).
 _MAX_ITEMS = (1 << 31) - (1 << 20)
 
 
-def unimplemented(spec: Spec) -> list[tuple[str, str]]:
-    """(field path, reason) for everything the spec asks for that no template implements: `build` refuses it."""
+def refusals(spec: Spec) -> list[tuple[str, str]]:
+    """(field path, reason) for what the spec asks for that is not legal or that no template implements: `build` refuses it."""
     reasons = []
     for i, entry in enumerate(spec.attention):
         reasons += [
-            (f"attention.{i}.{field}", f"no kernel template implements {what} yet")
-            for field, is_on, what in _UNIMPLEMENTED
-            if is_on(entry)
+            (f"attention.{i}.{field}", f"needs {needed}")
+            for field, is_on, allowed, needed in _NEEDS
+            if is_on(entry) and not allowed(entry)
         ]
-        reasons += [(f"attention.{i}.head_dim", reason) for reason in _head_dims(entry)]
+        if entry.rotary is not None and (alike := _alike(entry, spec.tensor_parallel)):
+            what = f"tensor_parallel {alike[0]} and {alike[1]} leave the same key/value heads beside different query heads"
+            reasons.append((f"attention.{i}.rotary", f"{what}: append_kv could not tell which queries to rotate"))
+        if entry.softcap is not None and not _SOFTCAPS[0] <= entry.softcap <= _SOFTCAPS[1]:
+            reason = f"needs a softcap from {_SOFTCAPS[0]:g} to {_SOFTCAPS[1]:g}, got {entry.softcap!r}: kernels apply it in float32"
+            reasons.append((f"attention.{i}.softcap", reason))
         if not _SCALES[0] <= entry.resolved_scale <= _SCALES[1]:
             reason = f"needs a scale from {_SCALES[0]:g} to {_SCALES[1]:g}, got {entry.scale!r}: kernels apply it in float32"
             reasons.append((f"attention.{i}.scale", reason))
     if spec.kv_cache.dtype != spec.dtype:
         what = f"no kernel template implements a {spec.kv_cache.dtype} cache under {spec.dtype} queries yet"
         reasons.append(("kv_cache.dtype", what))
-    if spec.kv_cache.layout != "NHD":
-        reasons.append(("kv_cache.layout", f"no kernel template implements layout {spec.kv_cache.layout} yet"))
     if spec.kv_cache.scales is not None:
         reasons.append(("kv_cache.scales", "no kernel template implements scales of a quantised cache yet"))
-    if spec.dtype not in DTYPES:
-        reasons.append(("dtype", f"no kernel template implements {spec.dtype} yet"))
     if spec.batch_invariant:
         reasons.append(("batch_invariant", "no kernel template implements batch-invariant splits yet"))
     return reasons
 
 
-def _head_dims(entry: AttentionSpec) -> list[str]:
-    dims = {"qk": entry.head_dim.qk, "v": entry.head_dim.v}
-    return [
-        f"head size {name}={dim} is above {_MAX_HEAD_DIM}, the largest that the kernel templates implement"
-        for name, dim in dims.items()
-        if dim > _MAX_HEAD_DIM
-    ]
+def _alike(entry: AttentionSpec, degrees: tuple[int, ...]) -> tuple[int, int] | None:
+    """Two degrees that replication leaves with one key/value head each: the append_kv table keys on that count alone."""
+    replicated = [degree for degree in degrees if entry.per_rank(degree)[1] == 1]
+    return (replicated[0], replicated[1]) if len(replicated) > 1 else None
 
 
 def shared_bytes(variant: Variant, vendor: str) -> int:
@@ -69,7 +66,7 @@ def shared_bytes(variant: Variant, vendor: str) -> int:
     through before the loop and its room is used again. An upper bound checked against compiled binaries
     (tests/test_generate.py); the compiled figure is what the build's budget gate reads.
     """
-    if variant.family not in ("decode", "prefill"):
+    if variant.family not in ("decode", "prefill", "varlen"):
         return 0
     g, c = variant.geometry, variant.config
     key_tile = c.tile_n * (g.block_qk + g.block_v) * g.itemsize
@@ -89,7 +86,7 @@ def work_items(variant: Variant, limits: Limits) -> int:
     if variant.family == "decode":
         row_blocks = -(-variant.max_query_len * g.group // c.block_m)
         return min(limits.max_seqs, limits.max_tokens) * -(-limits.max_seq_len // c.tile_n) * row_blocks * g.kv_heads
-    if variant.family == "prefill":
+    if variant.family in ("prefill", "varlen"):
         return (-(-limits.max_tokens * g.group // c.block_m) + limits.max_seqs) * g.kv_heads
     return 0
 

@@ -83,7 +83,7 @@ def _head_dim(value: object) -> object:
 
 
 class Rotary(_Strict):
-    """Rotary embedding fused into append_kv (a later capability)."""
+    """Rotary embedding fused into append_kv: it rotates keys on their way to the cache, and queries in the same launch."""
 
     dim: int = Field(
         ge=2, le=HEAD_DIM_MAX, multiple_of=2, description="Leading elements of a head that are rotated."
@@ -149,7 +149,7 @@ class AttentionSpec(_Strict):
         False, description="One learned logit per query head that takes weight and gives no value."
     )
     alibi: bool = Field(
-        False, description="A bias of slope * (key position - query position) per query head."
+        False, description="A bias of -slope * |key position - query position|, one slope per query head."
     )
     rotary: Rotary | None = Field(None, description="Rotary embedding fused into append_kv; null is off.")
     prefix_ranges: bool = Field(False, description="Bidirectional spans inside a causal sequence.")
@@ -267,7 +267,7 @@ class Spec(_Strict):
     )
     limits: Limits = Field(description="What one call may hold at most.")
     batch_invariant: bool = Field(
-        False, description="A sequence's bits do not depend on its neighbours (a later capability)."
+        False, description="A sequence's bits do not depend on its neighbours (not implemented yet)."
     )
 
     @model_validator(mode="wrap")

@@ -5,14 +5,20 @@ from math import gcd
 
 from specgen.dtypes import DTYPES
 from specgen.runtime import sizes
-from specgen.runtime.arguments import ARGUMENTS
+from specgen.runtime.arguments import ARGUMENTS, Argument, arguments
 
 FAMILIES = tuple(ARGUMENTS)
+LOG2E = 1.4426950408889634
 
 
 def next_power_of_two(n: int) -> int:
     """Smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def _identifier(number: int | float) -> str:
+    """A number spelt with what an identifier may hold; different numbers stay different."""
+    return repr(number).replace(".", "_").replace("-", "m").replace("+", "")
 
 
 @dataclass(frozen=True, order=True)
@@ -27,6 +33,14 @@ class Geometry:
     page_size: int
     scale: float
     mask: str
+    sliding_window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    prefix_ranges: bool = False
+    rotary_dim: int | None = None  # leading elements of a head that append_kv rotates; None leaves keys as they come
+    rotary_style: str | None = None
 
     @property
     def group(self) -> int:
@@ -47,6 +61,11 @@ class Geometry:
     def block_v(self) -> int:
         """v_dim rounded up to a tile."""
         return sizes.block_v(self.v_dim)
+
+    @property
+    def plain(self) -> bool:
+        """Whether scores are only scaled and masked by causality: a cap, a bias or a left edge costs registers."""
+        return self.softcap is self.sliding_window is self.chunk is None and not (self.alibi or self.prefix_ranges)
 
     @property
     def alignment(self) -> int:
@@ -83,14 +102,17 @@ class Variant:
         """Name of module and function. Within a package (one max_seqs), equal names are equal code."""
         g, c = self.geometry, self.config
         parts = [self.family]
-        if self.family in ("decode", "prefill"):
-            parts += [f"h{g.query_heads}x{g.kv_heads}", self._dims, f"p{g.page_size}", DTYPES[g.dtype].short]
-            parts += [g.mask, f"q{self.max_query_len}"]
-            if g.scale != g.qk_dim**-0.5:
-                parts.append("s" + f"{g.scale!r}".replace(".", "_").replace("-", "m").replace("+", ""))
+        if self.family in ("decode", "prefill", "varlen"):
+            paged = [] if self.family == "varlen" else [f"p{g.page_size}"]
+            parts += [f"h{g.query_heads}x{g.kv_heads}", self._dims, *paged, DTYPES[g.dtype].short, g.mask]
+            parts += self._features
+            if self.max_query_len is not None:
+                parts.append(f"q{self.max_query_len}")
             parts.append(f"m{c.block_m}n{c.tile_n}")
         elif self.family == "append_kv":
-            parts += [f"h{g.kv_heads}", self._dims, f"p{g.page_size}", DTYPES[g.dtype].short, f"m{c.block_m}"]
+            heads = f"h{g.kv_heads}" if g.rotary_dim is None else f"h{g.query_heads}x{g.kv_heads}"
+            rotary = [] if g.rotary_dim is None else [f"rotary{g.rotary_dim}", g.rotary_style]
+            parts += [heads, self._dims, f"p{g.page_size}", DTYPES[g.dtype].short, *rotary, f"m{c.block_m}"]
         else:
             parts += [f"d{g.v_dim}", DTYPES[g.dtype].short, f"m{c.block_m}"]
         parts.append(f"w{c.num_warps}s{c.num_stages}c{c.ctas_per_multiprocessor}")
@@ -100,6 +122,19 @@ class Variant:
         return "_".join(parts)
 
     @property
+    def _features(self) -> list[str]:
+        g = self.geometry
+        numbers = (
+            ("scale", None if g.scale == g.qk_dim**-0.5 else g.scale),
+            ("window", g.sliding_window),
+            ("chunk", g.chunk),
+            ("cap", g.softcap),
+        )
+        named = [f"{name}{_identifier(value)}" for name, value in numbers if value is not None]
+        switches = (("sinks", g.sinks), ("alibi", g.alibi), ("ranges", g.prefix_ranges))
+        return named + [name for name, is_on in switches if is_on]
+
+    @property
     def _dims(self) -> str:
         g = self.geometry
         return f"d{g.qk_dim}" if g.qk_dim == g.v_dim else f"d{g.qk_dim}x{g.v_dim}"
@@ -107,16 +142,26 @@ class Variant:
     @property
     def scale_log2e(self) -> float:
         """Softmax scale times log2(e), so that exp2 can stand for exp."""
-        return self.geometry.scale * 1.4426950408889634
+        return self.geometry.scale * LOG2E
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """What a launch passes, in order."""
+        g = self.geometry
+        return arguments(
+            self.family,
+            sinks=g.sinks,
+            alibi=g.alibi,
+            prefix_ranges=g.prefix_ranges,
+            rotary=g.rotary_dim is not None,
+        )
 
     @property
     def signature(self) -> tuple[tuple[str, str], ...]:
         """(argument, Triton type) in launch order."""
         data = DTYPES[self.geometry.dtype].triton
-        names = {"data": data, "f32": "fp32", "i32": "i32", "i64": "i64"}
-        return tuple(
-            (a.name, f"*{names[a.dtype]}" if a.kind == "pointer" else a.kind) for a in ARGUMENTS[self.family]
-        )
+        names = {"data": data, "bf16": "bf16", "f32": "fp32", "i32": "i32", "i64": "i64"}
+        return tuple((a.name, f"*{names[a.dtype]}" if a.kind == "pointer" else a.kind) for a in self.arguments)
 
     @property
     def divisibility(self) -> tuple[tuple[int, int], ...]:
@@ -124,7 +169,5 @@ class Variant:
         if not self.aligned:
             return ()
         elements = self.geometry.alignment // self.geometry.itemsize
-        promised = (
-            (i, 16 if a.kind == "pointer" else elements) for i, a in enumerate(ARGUMENTS[self.family]) if a.aligned
-        )
+        promised = ((i, 16 if a.kind == "pointer" else elements) for i, a in enumerate(self.arguments) if a.aligned)
         return tuple((i, divisor) for i, divisor in promised if divisor > 1)

@@ -50,10 +50,15 @@ def verify_wheel(path: Path, build: Callable[[Path], Path]) -> list[Difference]:
     with tempfile.TemporaryDirectory(prefix="specgen-verify-") as folder:
         spec = Path(folder, "spec.yaml")
         spec.write_bytes(files[_embedded(files, "spec.yaml", path)])
-        rebuilt = read_wheel(build(spec))
+        made = build(spec)
+        rebuilt = read_wheel(made)
     tools = _tool_differences(_manifest(files, path), _manifest(rebuilt, path))
     known = {difference.file for difference in damaged}
     found = list(damaged)
+    if Path(path).name != made.name:
+        found.append(
+            Difference(Path(path).name, f"is not the name of the wheel; the rebuild is {made.name}{tools}")
+        )
     for name in sorted(files.keys() | rebuilt.keys()):
         if name in known or name.endswith(".dist-info/RECORD"):  # RECORD follows from the others
             continue
@@ -62,9 +67,9 @@ def verify_wheel(path: Path, build: Callable[[Path], Path]) -> list[Difference]:
         elif name not in files:
             found.append(Difference(name, f"missing from the wheel; the rebuild has it{tools}"))
         elif files[name] != rebuilt[name]:
-            came, made = sha256(files[name]).hexdigest(), sha256(rebuilt[name]).hexdigest()
+            came, new = sha256(files[name]).hexdigest(), sha256(rebuilt[name]).hexdigest()
             found.append(
-                Difference(name, f"sha256 {came[:16]}... in the wheel, {made[:16]}... rebuilt{tools}")
+                Difference(name, f"sha256 {came[:16]}... in the wheel, {new[:16]}... rebuilt{tools}")
             )
     return sorted(found, key=lambda difference: difference.file)
 
@@ -143,6 +148,12 @@ def _record_differences(files: dict[str, bytes]) -> list[Difference]:
     except csv.Error as error:
         return [Difference(record, f"cannot be read: {error}")]
     differences = [Difference(record, f"bad line {row!r}") for row in rows if len(row) != 3]
+    names = [row[0] for row in rows]
+    differences += [
+        Difference(name, f"listed {names.count(name)} times in RECORD")
+        for name in sorted({*names})
+        if names.count(name) > 1
+    ]
     listed = {row[0]: row for row in rows if len(row) == 3}
     for name, (_, digest, size) in listed.items():
         if name == record:

@@ -8,13 +8,26 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from specgen.errors import BuildError
+
 
 def write_tree(files: Mapping[str, bytes], root: Path) -> None:
     """Replace the folder `root` by `files` (POSIX path -> content): all of them or, on any error, none.
 
     The tree is written beside `root` and renamed into place under a lock, so that concurrent builds leave one whole tree.
+    What a killed build left there goes. BuildError if the folder cannot be written.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(root.parent / f".{root.name}.lock"):
+            for left in root.parent.glob(f".{root.name}-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            _write(files, root)
+    except OSError as error:
+        raise BuildError(f"{error.filename or root}: cannot be written: {error.strerror or error}") from error
+
+
+def _write(files: Mapping[str, bytes], root: Path) -> None:
     fresh = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
     try:
         for path, content in files.items():
@@ -22,8 +35,7 @@ def write_tree(files: Mapping[str, bytes], root: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
         fresh.chmod(0o755)
-        with _lock(root.parent / f".{root.name}.lock"):
-            _swap(fresh, root)
+        _swap(fresh, root)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

@@ -7,7 +7,7 @@ import json
 import torch
 
 from specgen.runtime import reference
-from specgen.runtime.arguments import ARGUMENTS
+from specgen.runtime.arguments import variant_arguments
 from specgen.runtime.errors import CaptureError
 from specgen.runtime.package import Package
 from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
@@ -17,8 +17,11 @@ LIMITS = {"max_seqs": 8, "max_seq_len": 128, "max_tokens": 64, "max_spec_tokens"
 HEADS = {"global": ((8, 2), (4, 1)), "local": ((6, 3),)}
 
 
-def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH):
-    """A hand-made package folder: its manifest and rows, as the generator would write them."""
+def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH, features=None):
+    """A hand-made package folder: its manifest and rows, as the generator would write them. `features`: manifest
+    fields of every layer and its attention variants.
+    """
+    features = features or {}
     variants, attention_rows, append_rows, merge_rows = {}, [], [], []
 
     def variant(symbol, family, query_heads, kv_heads, aligned, **facts):
@@ -62,12 +65,13 @@ def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH):
         for query_heads, kv_heads in HEADS[layer]:
             for aligned in (True, False):
                 tail = f"{layer}_{query_heads}_{kv_heads}_{'a' if aligned else 'u'}"
-                split = {"max_query_len": SPEC, "block_m": 16, "tile_n": 16}
+                split = {"max_query_len": SPEC, "block_m": 16, "tile_n": 16, **features}
                 decode = variant(f"decode_{tail}", "decode", query_heads, kv_heads, aligned, **split)
                 prefill = variant(
                     f"prefill_{tail}", "prefill", query_heads, kv_heads, aligned, **split | {"block_m": 32}
                 )
-                append = variant(f"append_{tail}", "append_kv", query_heads, kv_heads, aligned)
+                layout = {"layout": features.get("layout", "NHD")}
+                append = variant(f"append_{tail}", "append_kv", query_heads, kv_heads, aligned, **layout)
                 for low, high, symbol in ((1, SPEC, None), (SPEC + 1, LIMITS["max_tokens"], prefill)):
                     facts = (
                         len(attention_rows),
@@ -123,6 +127,7 @@ def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH):
                 "page_size": PAGE,
                 "dtype": "float32",
             }
+            | features
             for layer in layers
         ],
     }
@@ -146,7 +151,7 @@ class FakeDevice:
             raise CaptureError(f"{symbol} is not loaded: call warmup() before the capture")
         self.loaded.append(symbol)
         variant = self.variants[symbol]
-        names = [argument.name for argument in ARGUMENTS[variant["family"]]]
+        names = [argument.name for argument in variant_arguments(variant)]
 
         def run(grid, stream, *args):
             assert len(args) == len(names)
@@ -171,7 +176,7 @@ class FakeDevice:
     def run_rows(self, variant, a, mine):
         paged = {name: a[name + "_ptr"] for name in ("block_table", "seq_lens", "cu_seqlens_q")}
         out, lse = reference.attention(
-            a["q_ptr"], a["k_cache_ptr"], a["v_cache_ptr"], **paged, scale=variant["scale"]
+            a["q_ptr"], a["k_cache_ptr"], a["v_cache_ptr"], **paged, **formula(variant), **extras(a)
         )
         starts = a["cu_seqlens_q_ptr"].tolist()
         for first, last in zip(starts, starts[1:]):
@@ -182,12 +187,31 @@ class FakeDevice:
 
     def run_append_kv(self, variant, a):
         caches = a["k_cache_ptr"], a["v_cache_ptr"]
-        reference.append_kv(a["k_ptr"], a["v_ptr"], *caches, slot_mapping=a["slot_mapping_ptr"])
+        slots = a["slot_mapping_ptr"]
+        reference.append_kv(a["k_ptr"], a["v_ptr"], *caches, slot_mapping=slots, layout=variant["layout"])
 
     def run_merge_states(self, variant, a):
         out, lse = reference.merge_states(a["out_a_ptr"], a["lse_a_ptr"], a["out_b_ptr"], a["lse_b_ptr"])
         a["out_ptr"].copy_(out)
         a["lse_ptr"].copy_(lse)
+
+
+def formula(fields):
+    """What the reference needs to know of a manifest's variant."""
+    names = ("mask", "scale", "sliding_window", "chunk", "softcap", "layout")
+    return {name: fields[name] for name in names if name in fields}
+
+
+def extras(a):
+    """The feature tensors among a launch's arguments, as a kernel would read them."""
+    found = {}
+    if "sinks_are_f32" in a:
+        found["sinks"] = a["sinks_f32_ptr"] if a["sinks_are_f32"] else a["sinks_bf16_ptr"]
+    if "alibi_slopes_ptr" in a:
+        found["alibi_slopes"] = a["alibi_slopes_ptr"]
+    if a.get("num_prefix_ranges"):
+        found["prefix_ranges"] = a["prefix_ranges_ptr"]
+    return found
 
 
 def fake(tmp_path, compute=True, **options):
@@ -203,13 +227,14 @@ def fake(tmp_path, compute=True, **options):
     return package
 
 
-def batch(lens=((1, 9), (2, 5), (0, 3), (1, 1)), heads=(8, 2), pages=16, max_pages=8, seed=0):
+def batch(lens=((1, 9), (2, 5), (0, 3), (1, 1)), heads=(8, 2), pages=16, max_pages=8, seed=0, layout="NHD"):
     """Arguments of one call: positional tensors and keywords."""
     make = torch.Generator().manual_seed(seed)
     tokens = sum(m for m, _ in lens)
     randn = lambda *shape: torch.randn(*shape, generator=make)  # noqa: E731
     q = randn(tokens, heads[0], QK)
-    caches = randn(pages, PAGE, heads[1], QK), randn(pages, PAGE, heads[1], V)
+    near = (heads[1], PAGE) if layout == "HND" else (PAGE, heads[1])
+    caches = randn(pages, *near, QK), randn(pages, *near, V)
     starts = [0]
     for m, _ in lens:
         starts.append(starts[-1] + m)
@@ -221,8 +246,8 @@ def batch(lens=((1, 9), (2, 5), (0, 3), (1, 1)), heads=(8, 2), pages=16, max_pag
     return [q, *caches], keywords
 
 
-def expected(tensors, keywords):
-    return reference.attention(*tensors, **keywords)
+def expected(tensors, keywords, **features):
+    return reference.attention(*tensors, **keywords, **features)
 
 
 def launched(package):

@@ -14,7 +14,7 @@ import pytest
 from specgen import aot, loops, resources
 from specgen.binary import Binary, CompileJob
 from specgen.cache import Cache, cache_key
-from specgen.errors import BuildError
+from specgen.errors import BuildError, SpecgenError
 from specgen.toolchain import ptxas_versions, toolchain_digest
 
 SHARED_LIMITS = {
@@ -236,7 +236,9 @@ def test_too_much_shared_memory_names_both_numbers():
     lines = [line for line in str(caught.value).splitlines() if "shared memory" in line]
     assert len(lines) == 2
     for line, job in zip(lines, jobs, strict=True):
-        assert line.startswith(f"dots for {job.arch} ({job.targets[0]}): needs ")
+        assert line.startswith(f"dots for {job.arch}: needs ") and line.endswith(
+            f" are available on {job.targets[0]}"
+        )
         needed = int(line.split("needs ")[1].split(" bytes of shared memory per block, ")[0])
         assert needed > job.shared_limit and f"{job.shared_limit} are available" in line
 
@@ -251,16 +253,17 @@ def test_spills_in_a_main_loop_are_refused_and_others_are_not():
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
     for line, job in zip(lines, jobs, strict=True):
-        assert line.startswith(f"dots for {job.arch} (some_gpu): spills registers in a main loop: ")
+        assert line.startswith(f"dots for {job.arch}: spills registers in a main loop: ")
+    assert set(caught.value.over) == {("dots", job.arch) for job in jobs}
     binary = Binary(b"", "cubin", "f", 128, 1024, 255, spill_bytes=64, main_loop_spills=0, occupancy=1)
-    resources.check_budget(dot_job("sm_90"), binary)
+    assert resources.budget_problems(dot_job("sm_90"), binary) == []
     for changes, said in (
         ({"tensor_memory_columns": 513}, "needs 513 columns of tensor memory, 512 are available"),
         ({"scratch_bytes": 128}, "needs 128 bytes of global scratch"),
         ({"occupancy": 0}, "128 threads of 255 registers do not fit"),
     ):
-        with pytest.raises(BuildError, match=said):
-            resources.check_budget(dot_job("sm_90"), dataclasses.replace(binary, **changes))
+        (reason,) = resources.budget_problems(dot_job("sm_90"), dataclasses.replace(binary, **changes))
+        assert reason.startswith(said)
 
 
 SASS = """
@@ -426,6 +429,19 @@ def test_an_unwritable_cache_only_loses_caching(tmp_path):
     cache = Cache(tmp_path / "file" / "cache", warn=said.append)
     assert aot.compile_all([add_job(), add_job("sm_90")], cache=cache)
     assert len(said) == 1 and "cannot be written (Not a directory)" in said[0]
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def unknown(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    monkeypatch.delenv("SPECGEN_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(
+        SpecgenError, match=r"no cache folder: ~/.cache/specgen needs .* set \$HOME or \$SPECGEN_CACHE"
+    ):
+        Cache()
 
 
 def test_a_read_only_cache_is_read(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The commands as a user meets them: what they print, their exit status, and what they leave on the disk."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_concurrent_builds_leave_one_whole_tree(tmp_path, run):
 
 def test_a_failed_build_leaves_the_tree_alone(built, tree, capsys, tmp_path):
     broken = tmp_path / "spec.yaml"
-    broken.write_text(SPEC.read_text().replace("head_dim: 64", "head_dim: 64, sinks: true"))
+    broken.write_text(SPEC.read_text().replace("head_dim: 64", "head_dim: 64, cross: true"))
     assert cli.main(["build", str(broken), "--sources-only", "--build-dir", str(built)]) == 1
     capsys.readouterr()
     assert check(capsys, built) == (0, ["up to date"])
@@ -220,7 +221,7 @@ def test_explain_looks_in_the_specs_of_the_current_directory(run, tmp_path, monk
     Path("specs/good.yaml").write_text(SPEC.read_text())
     Path("specs/other.yaml").write_text(SPEC.read_text().replace("sinks", ""))
     Path("specs/refused.yaml").write_text(
-        SPEC.read_text().replace("head_dim: 64", "head_dim: 64, sinks: true")
+        SPEC.read_text().replace("head_dim: 64", "head_dim: 64, cross: true")
     )
     text = run("explain", SYMBOL)
     assert "specs/good.yaml:5:5:" in text and "specs/other.yaml:5:5:" in text and "refused" not in text
@@ -229,7 +230,7 @@ def test_explain_looks_in_the_specs_of_the_current_directory(run, tmp_path, monk
         "2 specs searched, 1 skipped that cannot be generated" in error and f"did you mean {SYMBOL}" in error
     )
     assert "`specgen list SPEC`" in run("explain", "zzz", status=1)
-    assert "sinks" in run(
+    assert "needs mask: bidirectional" in run(
         "explain", SYMBOL, "specs/refused.yaml", status=1
     )  # a spec that is named is not skipped
 
@@ -280,6 +281,60 @@ def test_a_path_is_printed_as_it_is(run, tmp_path):
     assert run("schema", "-o", folder / "s.json") == f"wrote {folder / 's.json'}\n"
     spec = folder / "spec.yaml"
     assert run("list", spec, status=1) == f"{spec}: no such file\n"
+
+
+def test_an_output_that_cannot_be_written_leaves_nothing(run, tmp_path):
+    folder = tmp_path / "s.yaml"
+    folder.mkdir()
+    assert run("schema", "-o", folder, status=1) == f"{folder}: is a folder; needs the name of a file\n"
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 576, "num_attention_heads": 9}'
+    )
+    run("init", tmp_path / "config.json", "-o", folder, "--force", status=1)
+    said = run("init", tmp_path / "config.json", "-o", tmp_path / "spec.schema.json", "--name", "x", status=1)
+    assert "is the name of the schema beside a spec" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "s.yaml"]
+
+
+def specgen(*arguments, **environment):
+    """The command in a process of its own; returns it with its streams as bytes."""
+    command = [sys.executable, "-m", "specgen", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, env={**os.environ, **environment})
+
+
+def test_a_path_that_the_terminal_cannot_show_is_escaped(tmp_path):
+    folder = str(tmp_path).encode() + b"/\xff\xc3\xa9"
+    done = specgen("schema", "-o", folder + b"/s.json", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == f"wrote {tmp_path}/\\udcff\\xe9/s.json\n".encode()
+    assert Path(os.fsdecode(folder), "s.json").is_file()
+
+
+def test_a_closed_output_is_no_traceback():
+    program = (
+        "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'specgen', 'schema'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_a_killed_build_left_goes(tmp_path, run):
+    home = tmp_path / "full_tree"
+    for name in (".full_tree_kernels-old-1", ".full_tree_kernels-2"):
+        (home / name / "tree").mkdir(parents=True)
+    run("build", SPEC, "--sources-only", "--build-dir", tmp_path)
+    assert sorted(path.name for path in home.iterdir()) == [".full_tree_kernels.lock", "full_tree_kernels"]
+
+
+def test_a_full_disk_names_the_folder(tmp_path, run, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    said = run("build", SPEC, "--sources-only", "--build-dir", tmp_path, status=1)
+    root = tmp_path / "full_tree" / "full_tree_kernels"
+    assert said == f"{root}: cannot be written: No space left on device\n"
+    assert [path.name for path in root.parent.iterdir()] == [".full_tree_kernels.lock"]
 
 
 def test_wrong_usage_is_status_2(capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -72,8 +73,9 @@ def test_just_in_time_refuses_inside_a_capture_and_a_missing_source(gpu):
             device.kernel("one")
     fake.standin.set(capturing=0)
     (fake.path / "kernels" / "two.py").unlink()
-    with pytest.warns(RuntimeWarning), pytest.raises(
-        fake.errors.DamagedBinaryError, match="two.py is missing"
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(fake.errors.DamagedBinaryError, match="two.py is missing"),
     ):
         device.kernel("two")
 
@@ -82,8 +84,9 @@ def test_just_in_time_names_a_kernel_that_does_not_compile(gpu):
     fake = gpu({"one": variant(sm_90={})}, major=8, minor=6)
     source = fake.path / "kernels" / "one.py"
     source.write_text(source.read_text().replace("tl.load(lse_a_ptr + row)", "tl.nothing(row)"))
-    with pytest.warns(RuntimeWarning), pytest.raises(
-        fake.errors.NoBinaryError, match="one does not compile for sm_86 with Triton"
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(fake.errors.NoBinaryError, match="one does not compile for sm_86 with Triton"),
     ):
         fake.open().kernel("one")
 
@@ -141,6 +144,28 @@ print(device.mode, device.arch, device.multiprocessors, out.tolist())
     )
     text = run(head + body, folder, TRITON_INTERPRET="1", SPECGEN_INTERPRET_MULTIPROCESSORS="7")
     assert text.startswith("interpret sm_90 7 ")
+
+
+def test_two_packages_take_turns_in_the_interpreter(script):
+    """It patches triton.language for the time of a call: two calls at once would spoil each other."""
+    fake, head, folder = script
+    shutil.copytree(fake.path, fake.path.with_name("another"))
+    body = """
+import threading
+from triton.runtime import interpreter
+for path in (path, path.with_name("another")):
+    kernel = open_device("cpu").kernel("one")
+    a, b, out = torch.arange(5.0), torch.full((5,), 10.0), torch.zeros(5)
+    thread = threading.Thread(target=kernel, args=(3, 0, a, a, b, b, out, out, 5))
+    with interpreter._specgen_lock:
+        thread.start()
+        thread.join(0.5)
+        waited = thread.is_alive() and not out.any()
+    thread.join()
+    print(path.name != "another", waited, out.tolist())
+"""
+    done = "True [10.0, 11.0, 12.0, 13.0, 14.0]\n"
+    assert run(head + body, folder, TRITON_INTERPRET="1") == f"True {done}False {done}"
 
 
 def test_the_interpreter_s_multiprocessors_are_checked(gpu, monkeypatch):

@@ -55,6 +55,16 @@ STORED = {
         f"kernels/append_kv_*{_ALIGNED}",
         f"kernels/merge_*{_ALIGNED}",
     ),  # 40-byte rows: 8 bytes promised
+    "window_and_cap": (f"kernels/*_window100_*{_ALIGNED}",),  # decode and prefill
+    "chunk_and_sinks": (f"kernels/*_chunk96_*{_ALIGNED}",),
+    # Ranges alone move the right edge only, beside a window both edges.
+    "prefix_ranges": (
+        f"kernels/prefill_*_causal_ranges_*{_ALIGNED}",
+        f"kernels/*_window100_ranges_*{_ALIGNED}",
+    ),
+    "alibi": (f"kernels/decode_*{_ALIGNED}", f"kernels/prefill_*_bidirectional_*{_ALIGNED}"),
+    "rotary": (f"kernels/append_kv_*{_ALIGNED}",),  # whole heads in halves; 32 of 80 elements interleaved
+    "wide_heads": (f"kernels/decode_*{_ALIGNED}",),  # above 256, qk != v
     "decode_only": ("dispatch.py",),  # max_spec_tokens == max_tokens: no prefill
 }
 ERRORS = sorted(path.parent.name for path in CASES.glob("*/stderr.txt"))

@@ -415,3 +415,15 @@ def test_comments_say_where_each_value_is_from(tmp_path):
         import_config(tmp_path, schema="../s.json").splitlines()[0]
         == "# yaml-language-server: $schema=../s.json"
     )
+
+
+def test_image_tokens_make_prefix_ranges(tmp_path):
+    text = LLAMA | {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 1024}
+    spec = imported(tmp_path, {"model_type": "gemma3", "text_config": text})
+    assert {entry.prefix_ranges for entry in spec.attention} == {True} and len(spec.attention) == 2
+    assert not imported(tmp_path, text).attention[0].prefix_ranges
+
+
+def test_an_encoder_may_have_alibi(tmp_path):
+    (entry,) = imported(tmp_path, LLAMA | {"model_type": "bert", "position_embedding_type": "alibi"}).attention
+    assert (entry.mask, entry.alibi) == ("bidirectional", True)

@@ -35,14 +35,14 @@ EXTRA = {
     "hf": "hf_config hf_facts",
     "expand": "rules tuning",  # enumerating asks what is preferred and what is legal
     "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads
-    "render": "load runtime.arguments",  # a Loaded is its input
+    "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
     "resources": "loops toolchain",
     "aot": "cache resources toolchain",
     "aot_worker": "resources toolchain",
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
-    "provenance": "pipeline runtime.table runtime.arguments",
+    "provenance": "pipeline runtime.table",
     "cli": "pipeline provenance hf cache",  # init is one verb; the cache is made where its warning is printed
     "__main__": "cli",
 }

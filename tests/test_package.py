@@ -1,5 +1,10 @@
 """What the public functions launch: rows, argument order, guards, workspaces, capture rules."""
 
+import copy
+import pickle
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from fake_package import (
@@ -352,3 +357,70 @@ def test_argument_errors_come_before_the_device(tmp_path):
 
 def test_plan_of_a_stream_reader_needs_no_gpu():
     assert plans._stream_reader(torch.device("cpu"))(-1) == 0
+
+
+def test_copies_and_pickles_are_the_package(package, monkeypatch):
+    """A module that holds k.attention and a workspace can be copied, and sent to a process of its own."""
+    monkeypatch.setitem(sys.modules, package.name, SimpleNamespace(_package=package))
+    tensors, keywords = batch()
+    package.attention(*tensors, **keywords)  # a device is open: it holds locks
+    scratch = package.workspace("cpu")
+    for again in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        assert again(package) is package
+        assert again(package.attention).__self__ is package
+        copied = again(scratch)
+        assert copied is not scratch and copied.nbytes == scratch.nbytes
+        package.attention(*tensors, **keywords, workspace=copied)
+
+
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_a_tensor_without_memory_is_refused(package):
+    (q, k_cache, v_cache), keywords = batch()
+
+    def attention(q=q, k_cache=k_cache):
+        return package.attention(q, k_cache, v_cache, **keywords)
+
+    for call, name in (
+        (lambda: torch.vmap(attention)(q[None]), "attention: q"),
+        (lambda: torch.vmap(lambda cache: attention(k_cache=cache))(k_cache[None]), "attention: k_cache"),
+        (lambda: torch.func.jvp(attention, (q,), (q,)), "attention: q"),
+        (lambda: torch.func.functionalize(attention)(q), "attention: q"),
+        (lambda: attention(k_cache=freed(k_cache)), "attention: k_cache"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{name} has no memory: .*; needed: a plain tensor"):
+            call()
+    k, v = (cache[0, :3].clone() for cache in (k_cache, v_cache))
+    with pytest.raises(ArgumentError, match="^append_kv: v_cache has no memory"):
+        package.append_kv(k, v, k_cache, freed(v_cache), slot_mapping=torch.arange(3))
+    out_a, lse_a, out_b, lse_b = states()
+    with pytest.raises(ArgumentError, match="^merge_states: out_b has no memory"):
+        package.merge_states(out_a, lse_a, freed(out_b), lse_b)
+    assert launched(package) == []
+
+
+def test_a_cache_without_pages_serves_sequences_without_keys(package):
+    (q, k_cache, v_cache), keywords = batch()
+    keywords["seq_lens"] = torch.zeros_like(keywords["seq_lens"])
+    assert not package.attention(q, k_cache[:0], v_cache[:0], **keywords).any()
+
+
+def test_return_lse_is_a_bool(package):
+    tensors, keywords = batch()
+    for value in (torch.tensor(True), 1, None):
+        with pytest.raises(ArgumentError, match="return_lse is .*; needed: True or False"):
+            package.attention(*tensors, **keywords, return_lse=value)
+    assert launched(package) == []
+
+
+def test_nested_tensors_are_refused_by_name(package):
+    (q, k_cache, v_cache), keywords = batch()
+    nested = torch.nested.nested_tensor([q[:1], q[1:]], layout=torch.jagged)
+    with pytest.raises(
+        ArgumentError, match="attention: q is a nested tensor; needed: a dense strided tensor"
+    ):
+        package.attention(nested, k_cache, v_cache, **keywords)

@@ -39,7 +39,8 @@ EXPECTED = {
 
 
 def test_every_gpu_of_the_product_has_a_row():
-    assert {name: (t.arch, t.multiprocessors) for name, t in load_targets().items()} == EXPECTED
+    rows = {name: (t.arch, t.multiprocessors) for name, t in load_targets().items()}
+    assert EXPECTED.items() <= rows.items()  # a GPU that someone adds is one file and no change here
     assert {t.arch for t in load_targets().values()} == set(ARCHS)
 
 

@@ -5,6 +5,7 @@ import email
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -180,6 +181,25 @@ def test_launcher_is_reproducible_and_loads(tmp_path, monkeypatch):
 
 
 @needs_compiler
+def test_the_launcher_does_not_depend_on_the_headers_of_one_python(tmp_path):
+    """3.13's headers call PyArg_ParseTuple where 3.11's call another; with "s#", 3.11 refuses the former."""
+    data = wheel.build_launcher(RUNTIME).data
+    assert b"\0PyArg_ParseTuple\0" in data and b"\0Py_DecRef\0" in data and b"_SizeT\0" not in data
+    source = (RUNTIME / "_launch.c").read_text()
+    assert not re.search(r"\bPy_X?(INCREF|DECREF)\(", source)
+    assert "#" not in re.search(r'PyArg_ParseTuple\(args, "(.*?)"', source)[1]
+    for other in filter(shutil.which, ("python3.11", "python3.12", "python3.13")):
+        program = "import sysconfig; print(sysconfig.get_path('include'))"
+        found = subprocess.run([other, "-c", program], capture_output=True, text=True)
+        if found.returncode or not Path(found.stdout.strip(), "Python.h").is_file():
+            continue  # a shim without its Python, or one without headers
+        extension = tmp_path / wheel.LAUNCHER_FILE
+        flags = [*wheel._LAUNCHER_FLAGS, f"-I{found.stdout.strip()}", str(RUNTIME / "_launch.c")]
+        subprocess.run(["cc", *flags, "-o", str(extension)], check=True, capture_output=True)
+        assert extension.read_bytes() == data, other
+
+
+@needs_compiler
 def test_launcher_is_cached_by_content(tmp_path, monkeypatch):
     cache = Cache(tmp_path / "cache")
     first = wheel.build_launcher(stand_in(tmp_path / "a"), cache=cache)
@@ -305,6 +325,27 @@ def test_verify_finds_what_record_contradicts(tmp_path):
         archive.writestr("some_model_kernels/extra.py", b"")
     said = [str(difference) for difference in verify.verify_wheel(path, rebuild(tmp_path / "b"))]
     assert "some_model_kernels/extra.py: in the wheel, not listed in RECORD" in said
+
+
+def test_verify_finds_another_name_of_the_wheel(tmp_path):
+    path = write(tmp_path / "a")
+    other = path.rename(path.with_name(f"other_kernels-9.9.9-{TAG}.whl"))
+    (difference,) = verify.verify_wheel(other, rebuild(tmp_path / "b"))
+    assert (difference.file, difference.reason) == (
+        other.name,
+        f"is not the name of the wheel; the rebuild is {path.name} (the same tool versions)",
+    )
+
+
+def test_verify_finds_a_file_that_record_lists_twice(tmp_path):
+    name = "some_model_kernels/__init__.py"
+    path = rezip(
+        write(tmp_path / "a"),
+        lambda entry, content: f"{name},sha256=AAAA,1\n".encode() + content if "RECORD" in entry else content,
+    )
+    assert [str(d) for d in verify.verify_wheel(path, rebuild(tmp_path / "b"))] == [
+        f"{name}: listed 2 times in RECORD"
+    ]
 
 
 def hostile(path: Path, name: str | zipfile.ZipInfo, content: bytes = b"") -> None:

@@ -3,10 +3,10 @@
 
    Touches no driver library itself: driver.py opens it and passes the addresses of its functions, so that
    this file needs neither CUDA or HIP headers, nor torch, nor dlopen, and one build serves every CPython from
-   3.11 on (limited API).
+   3.11 on (limited API). Whichever of their headers it is built with, the binary is the same: no "#" formats,
+   whose length type depends on the headers, no Py_INCREF and Py_DECREF, which newer headers expand otherwise.
    Build: cc -O2 -shared -fPIC -I<python include> _launch.c -o _launch.abi3.so */
 #define Py_LIMITED_API 0x030b0000
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
@@ -90,7 +90,7 @@ static PyObject *refuse(const kernel_t *kernel, Py_ssize_t position, PyObject *v
     PyErr_Clear();
     result = PyObject_CallFunction(kernel->refuse, "nO", position, value);
     if (result != NULL) {
-        Py_DECREF(result);
+        Py_DecRef(result);
         PyErr_SetString(PyExc_SystemError, "_launch: refuse() returned");
     }
     return NULL;
@@ -100,7 +100,7 @@ static PyObject *refuse_count(const kernel_t *kernel, Py_ssize_t count) {
     PyObject *value = PyLong_FromSsize_t(count);
     if (value != NULL) {
         refuse(kernel, -3, value);
-        Py_DECREF(value);
+        Py_DecRef(value);
     }
     return NULL;
 }
@@ -120,7 +120,7 @@ static int read_pointer(const kernel_t *kernel, PyObject *value, void **pointer,
             return -1;
         }
         address = PyLong_AsUnsignedLongLong(number);
-        Py_DECREF(number);
+        Py_DecRef(number);
         if (address == (unsigned long long)-1 && PyErr_Occurred())
             return -1;
     }
@@ -184,12 +184,12 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t n
         PyObject *result = PyObject_CallFunction(kernel->fail, "iiIK", code, (int)stage, grid,
                                                  (unsigned long long)(uintptr_t)stream);
         if (result != NULL) {
-            Py_DECREF(result);
+            Py_DecRef(result);
             PyErr_SetString(PyExc_SystemError, "_launch: fail() returned");
         }
         return NULL;
     }
-    Py_INCREF(Py_None);
+    Py_IncRef(Py_None);
     return Py_None;
 }
 
@@ -197,9 +197,9 @@ static void kernel_free(PyObject *capsule) {
     kernel_t *kernel = PyCapsule_GetPointer(capsule, CAPSULE);
     if (kernel == NULL)
         return;
-    Py_XDECREF(kernel->data_ptr);
-    Py_XDECREF(kernel->refuse);
-    Py_XDECREF(kernel->fail);
+    Py_DecRef(kernel->data_ptr);
+    Py_DecRef(kernel->refuse);
+    Py_DecRef(kernel->fail);
     PyMem_Free(kernel);
 }
 
@@ -219,9 +219,10 @@ static PyObject *bind(PyObject *module, PyObject *args) {
     int cuda;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "sKKKKKKIIs#nOO", &vendor, &launch, &get, &enter, &leave, &scope, &function,
-                          &threads, &shared_bytes, &kinds, &count, &scratch, &on_refuse, &on_fail))
+    if (!PyArg_ParseTuple(args, "sKKKKKKIIsnOO", &vendor, &launch, &get, &enter, &leave, &scope, &function,
+                          &threads, &shared_bytes, &kinds, &scratch, &on_refuse, &on_fail))
         return NULL;
+    count = (Py_ssize_t)strlen(kinds);
     if (count > MAX_ARGUMENTS || scratch < 0 || scratch > MAX_SCRATCH)
         return PyErr_Format(PyExc_ValueError, "bind: %zd arguments and %zd scratch; at most %d and %d",
                             count, scratch, MAX_ARGUMENTS, MAX_SCRATCH);
@@ -257,21 +258,21 @@ static PyObject *bind(PyObject *module, PyObject *args) {
     for (i = 0; i < count; i++)
         kernel->kinds[i] = kinds[i];
     kernel->data_ptr = PyUnicode_InternFromString("data_ptr");
-    Py_INCREF(on_refuse);
+    Py_IncRef(on_refuse);
     kernel->refuse = on_refuse;
-    Py_INCREF(on_fail);
+    Py_IncRef(on_fail);
     kernel->fail = on_fail;
 
     capsule = kernel->data_ptr == NULL ? NULL : PyCapsule_New(kernel, CAPSULE, kernel_free);
     if (capsule == NULL) {
-        Py_XDECREF(kernel->data_ptr);
-        Py_DECREF(on_refuse);
-        Py_DECREF(on_fail);
+        Py_DecRef(kernel->data_ptr);
+        Py_DecRef(on_refuse);
+        Py_DecRef(on_fail);
         PyMem_Free(kernel);
         return NULL;
     }
     result = PyCFunction_NewEx(&kernel_method, capsule, NULL);
-    Py_DECREF(capsule);
+    Py_DecRef(capsule);
     return result;
 }
 
@@ -286,7 +287,10 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef_Slot slots_of_module[] = {{0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_launch", "Launches kernels through driver functions given by address.", 0,
-    methods, slots_of_module, NULL, NULL, NULL};
+    .m_base = {.ob_base.ob_refcnt = 1}, /* PyModuleDef_HEAD_INIT of 3.11; that of 3.12 has another count */
+    .m_name = "_launch",
+    .m_doc = "Launches kernels through driver functions given by address.",
+    .m_methods = methods,
+    .m_slots = slots_of_module};
 
 PyMODINIT_FUNC PyInit__launch(void) { return PyModuleDef_Init(&definition); }

@@ -1,8 +1,9 @@
 """The run-time arguments of every kernel family, in order: the one statement that templates, compiler and launcher read.
 
 A kernel's constants are baked into its module; what is listed here is what a launch passes. `kind` is "pointer", "i32" or
-"i64"; a pointer's `dtype` is "data" (the variant's own dtype), "f32", "i32" or "i64". Strides are in elements, and the last
-dimension of every tensor has stride 1. Nouns only: imports nothing but the standard library.
+"i64"; a pointer's `dtype` is "data" (the variant's own dtype), "bf16", "f32", "i32" or "i64". Strides are in elements, and the
+last dimension of every tensor has stride 1. Arguments of features stand at the end, and only where the variant has the feature:
+`arguments` is what to ask. Nouns only: imports nothing but the standard library.
 """
 
 from typing import NamedTuple
@@ -55,6 +56,21 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         *_PAGED_SCALARS,
     ),
     "prefill": (*_PAGED, *_PAGED_SCALARS),
+    "varlen": (
+        _pointer("q_ptr"),  # [tokens, query_heads, qk_dim]
+        _pointer("k_ptr"),  # [key_tokens, kv_heads, qk_dim]
+        _pointer("v_ptr"),  # [key_tokens, kv_heads, v_dim]
+        _pointer("cu_seqlens_q_ptr", "i32"),  # [seqs + 1]
+        _pointer("cu_seqlens_k_ptr", "i32"),  # [seqs + 1]
+        _pointer("out_ptr"),  # [tokens, query_heads, v_dim]
+        _pointer("lse_ptr", "f32"),  # [tokens, query_heads], contiguous; any pointer when store_lse is 0
+        Argument("num_seqs", "i32"),
+        Argument("store_lse", "i32"),
+        *_strides("q", "token", "head"),
+        *_strides("k", "token", "head"),
+        *_strides("v", "token", "head"),
+        *_strides("out", "token", "head"),
+    ),
     "append_kv": (
         _pointer("k_ptr"),  # [tokens, kv_heads, qk_dim]
         _pointer("v_ptr"),  # [tokens, kv_heads, v_dim]
@@ -78,3 +94,42 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         Argument("num_rows", "i64"),  # tokens * query_heads
     ),
 }
+
+_SINKS = (
+    _pointer("sinks_bf16_ptr", "bf16"),  # [query_heads], contiguous: read where sinks_are_f32 is 0; else any pointer
+    _pointer("sinks_f32_ptr", "f32"),  # [query_heads], contiguous: read where sinks_are_f32 is 1; else any pointer
+    Argument("sinks_are_f32", "i32"),
+)
+_ALIBI = (_pointer("alibi_slopes_ptr", "f32"),)  # [query_heads], contiguous
+_ROTARY = (
+    _pointer("q_ptr"),  # [tokens, query_heads, qk_dim]
+    _pointer("q_out_ptr"),  # [tokens, query_heads, qk_dim]: the rotated queries
+    _pointer("positions_ptr", "i64"),  # [tokens]
+    _pointer("cos_ptr", "f32"),  # [num_positions, rotary dim / 2], contiguous, as is sin
+    _pointer("sin_ptr", "f32"),
+    Argument("num_positions", "i64"),
+    *_strides("q", "token", "head"),
+    *_strides("q_out", "token", "head"),
+)
+_PREFIX_RANGES = (
+    _pointer("prefix_ranges_ptr", "i32"),  # [seqs, num_prefix_ranges, 2], contiguous: start, end (not included)
+    Argument("num_prefix_ranges", "i32"),  # 0: no range, and any pointer
+)
+
+
+def arguments(
+    family: str, *, sinks: bool = False, alibi: bool = False, prefix_ranges: bool = False, rotary: bool = False
+) -> tuple[Argument, ...]:
+    """The arguments of one variant: those of its family, then those of its features, which attention families alone have."""
+    found = ARGUMENTS[family]
+    if family in ("decode", "prefill", "varlen"):
+        found += _SINKS * sinks + _ALIBI * alibi + _PREFIX_RANGES * prefix_ranges
+    if family == "append_kv":
+        found += _ROTARY * rotary
+    return found
+
+
+def variant_arguments(variant: dict) -> tuple[Argument, ...]:
+    """`arguments` of a manifest entry, whose absent fields are off."""
+    features = {name: bool(variant.get(name)) for name in ("sinks", "alibi", "prefix_ranges")}
+    return arguments(variant["family"], rotary=variant.get("rotary_dim") is not None, **features)

@@ -8,75 +8,17 @@ raised before anything is written. Kept straight-line: it is on the path of ever
 
 from functools import reduce
 from operator import or_
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, UnsupportedError
 from .geometry import Geometry, Limits
+from .refusals import bad, bad_strides, diagnose, overlaps, refuse_grad, same_device
 
 CHECKS = ("shapes", "full", "none")
 _INT32 = torch.int32
 _FLOAT32 = torch.float32
 _grad_enabled = torch.is_grad_enabled
-
-RANKS = {
-    "q": "[tokens, query_heads, qk_dim]",
-    "k": "[tokens, kv_heads, qk_dim]",
-    "v": "[tokens, kv_heads, v_dim]",
-    "k_cache": "[pages, page_size, kv_heads, qk_dim]",
-    "v_cache": "[pages, page_size, kv_heads, v_dim]",
-    "block_table": "[seqs, max_pages]",
-    "seq_lens": "[seqs]",
-    "cu_seqlens_q": "[seqs + 1]",
-    "slot_mapping": "[tokens]",
-    "out": "[tokens, query_heads, v_dim]",
-    "out_a": "[tokens, query_heads, v_dim]",
-    "out_b": "[tokens, query_heads, v_dim]",
-    "lse_a": "[tokens, query_heads]",
-    "lse_b": "[tokens, query_heads]",
-}
-
-
-def bad(function: str, argument: str, came: object, need: object) -> NoReturn:
-    """Raise the ArgumentError of one argument."""
-    raise ArgumentError(f"{function}: {argument} {came}; needed: {need}")
-
-
-def diagnose(function: str, tensors: dict[str, object]) -> None:
-    """Raise for the first argument that is no plain strided tensor of its rank; return if all are.
-
-    Called after reading an argument failed, so that the caller sees a name instead of an AttributeError.
-    """
-    for name, tensor in tensors.items():
-        shape = RANKS[name]
-        if not isinstance(tensor, Tensor):
-            bad(function, name, f"is {type(tensor).__name__}", f"a torch.Tensor {shape}")
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            came = "is a nested tensor" if tensor.is_nested else f"has layout {tensor.layout}"
-            bad(function, name, came, f"a dense strided tensor {shape}")
-        if tensor.is_meta:
-            bad(function, name, "is a meta tensor", "a tensor with storage (meta goes through torch.ops)")
-        if tensor.ndim != shape.count(",") + 1:
-            bad(function, name, f"has shape {list(tensor.shape)}", shape)
-
-
-def refuse_features(function: str, features: dict[str, object]) -> None:
-    """Raise for the first feature that is given: the package's spec has none of them."""
-    for name, value in features.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"{function}: {name} is given; needed: None, this package's spec has no such feature"
-            )
-
-
-def host_bound(name: str, value: object) -> None:
-    """Raise unless value is a host integer of at least 0."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        bad("attention", name, f"is {type(value).__name__}", "a host int (an upper bound) or None")
-    if value < 0:
-        bad("attention", name, f"is {value}", "at least 0")
 
 
 def check_attention(
@@ -94,12 +36,16 @@ def check_attention(
 ) -> tuple[int, int, int, tuple[int, ...]]:
     """Check one attention call; return (num_seqs, max_pages, stride bits, strides).
 
-    Strides are in kernel order, those of a missing `out` contiguous; stride bits are the data strides or-ed
+    Strides are in kernel order (page, slot, head of a cache, whatever its layout), those of a missing `out` contiguous; stride bits are the data strides or-ed
     together.
     """
     dtype = geometry.dtype
     tokens, query_heads, qk_dim = q_shape
-    pages, page_size, kv_heads, k_dim = k_shape
+    hnd = geometry.hnd
+    if hnd:
+        pages, kv_heads, page_size, k_dim = k_shape
+    else:
+        pages, page_size, kv_heads, k_dim = k_shape
     v_shape = v_cache.shape
     seqs, max_pages = block_table.shape
     (lens,) = seq_lens.shape
@@ -133,13 +79,13 @@ def check_attention(
             f"has page size {page_size} in {list(k_cache.shape)}",
             f"page size {geometry.page_size}",
         )
-    if v_shape != (pages, page_size, kv_heads, v_dim):
-        need = [pages, page_size, kv_heads, v_dim]
+    need = (pages, kv_heads, page_size, v_dim) if hnd else (pages, page_size, kv_heads, v_dim)
+    if v_shape != need:
         bad(
             "attention",
             "v_cache",
             f"has shape {list(v_shape)}",
-            f"{need}: k_cache's pages and kv heads, head dim {v_dim}",
+            f"{list(need)}: k_cache's pages and kv heads, head dim {v_dim}",
         )
     if lens != seqs:
         bad(
@@ -165,23 +111,27 @@ def check_attention(
             f"at most {limits.max_seqs}, the spec's limits.max_seqs",
         )
     q_token, q_head, q_last = q.stride()
-    k_page, k_slot, k_head, k_last = k_cache.stride()
-    v_page, v_slot, v_head, v_last = v_cache.stride()
+    if hnd:
+        k_page, k_head, k_slot, k_last = k_cache.stride()
+        v_page, v_head, v_slot, v_last = v_cache.stride()
+    else:
+        k_page, k_slot, k_head, k_last = k_cache.stride()
+        v_page, v_slot, v_head, v_last = v_cache.stride()
     table_row, table_last = block_table.stride()
     (lens_last,) = seq_lens.stride()
     (cu_last,) = cu_seqlens_q.stride()
     if q_last != 1:
-        _bad_strides("attention", "q", q)
+        bad_strides("attention", "q", q)
     if k_last != 1:
-        _bad_strides("attention", "k_cache", k_cache)
+        bad_strides("attention", "k_cache", k_cache)
     if v_last != 1:
-        _bad_strides("attention", "v_cache", v_cache)
+        bad_strides("attention", "v_cache", v_cache)
     if table_last != 1:
-        _bad_strides("attention", "block_table", block_table)
+        bad_strides("attention", "block_table", block_table)
     if lens_last != 1:
-        _bad_strides("attention", "seq_lens", seq_lens)
+        bad_strides("attention", "seq_lens", seq_lens)
     if cu_last != 1:
-        _bad_strides("attention", "cu_seqlens_q", cu_seqlens_q)
+        bad_strides("attention", "cu_seqlens_q", cu_seqlens_q)
     index = q.get_device()
     if not (
         k_cache.get_device() == index == v_cache.get_device()
@@ -189,13 +139,13 @@ def check_attention(
         and cu_seqlens_q.get_device() == index
         and index >= 0
     ):
-        _same_device(
+        same_device(
             "attention",
             {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "seq_lens": seq_lens}
             | {"cu_seqlens_q": cu_seqlens_q},
         )
     if _grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
-        _refuse_grad("attention", {"q": q, "k_cache": k_cache, "v_cache": v_cache})
+        refuse_grad("attention", {"q": q, "k_cache": k_cache, "v_cache": v_cache})
     if out is None:
         out_token, out_head = query_heads * v_dim, v_dim
     else:
@@ -205,8 +155,8 @@ def check_attention(
             bad("attention", "out", f"has dtype {out.dtype}", dtype)
         out_token, out_head, out_last = out.stride()
         if out_last != 1:
-            _bad_strides("attention", "out", out)
-        if (out_head < v_dim or out_token < query_heads * out_head) and _overlaps(
+            bad_strides("attention", "out", out)
+        if (out_head < v_dim or out_token < query_heads * out_head) and overlaps(
             (tokens, out_token), (query_heads, out_head), (v_dim, 1)
         ):
             bad(
@@ -216,9 +166,9 @@ def check_attention(
                 "every element at its own address",
             )
         if out.get_device() != index or index < 0:
-            _same_device("attention", {"q": q, "out": out})
+            same_device("attention", {"q": q, "out": out})
         if _grad_enabled() and out.requires_grad:
-            _refuse_grad("attention", {"out": out})
+            refuse_grad("attention", {"out": out})
     bits = q_token | q_head | k_page | k_slot | k_head | v_page | v_slot | v_head | out_token | out_head
     strides = (
         table_row,
@@ -242,6 +192,8 @@ def read_attention(
     """What `check_attention` returns, unchecked."""
     seqs, max_pages = block_table.shape
     out_strides = (geometry.query_heads * geometry.v_dim, geometry.v_dim) if out is None else out.stride()[:2]
+    if geometry.hnd:
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     data = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out_strides)
     return seqs, max_pages, reduce(or_, data), (block_table.stride()[0], *data)
 
@@ -250,12 +202,13 @@ def check_append(
     geometry: Geometry, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[int, int, int, tuple[int, ...]]:
     """Check one append_kv call; return (num_tokens, num_slots, stride bits, strides), strides in kernel
-    order.
+    order (page, slot, head of a cache, whatever its layout).
     """
     dtype = geometry.dtype
     qk_dim, v_dim = geometry.qk_dim, geometry.v_dim
     cache_shape = k_cache.shape
-    pages, page_size, kv_heads, k_dim = cache_shape
+    pages, outer, inner, k_dim = cache_shape
+    page_size, kv_heads = (inner, outer) if geometry.hnd else (outer, inner)
     tokens, _, _ = k_shape = k.shape
     (slots,) = slot_mapping.shape
     if k.dtype is not dtype:
@@ -273,8 +226,8 @@ def check_append(
     if page_size != geometry.page_size:
         need = f"page size {geometry.page_size}"
         bad("append_kv", "k_cache", f"has page size {page_size} in {list(cache_shape)}", need)
-    if v_cache.shape != (pages, page_size, kv_heads, v_dim):
-        need = [pages, page_size, kv_heads, v_dim]
+    if v_cache.shape != (pages, outer, inner, v_dim):
+        need = [pages, outer, inner, v_dim]
         bad("append_kv", "v_cache", f"has shape {list(v_cache.shape)}", need)
     if k_shape != (tokens, kv_heads, qk_dim):
         bad("append_kv", "k", f"has shape {list(k_shape)}", [tokens, kv_heads, qk_dim])
@@ -284,23 +237,23 @@ def check_append(
         bad("append_kv", "slot_mapping", f"has {slots} entries", f"{tokens}, one per token of k")
     k_token, k_head, k_last = k.stride()
     v_token, v_head, v_last = v.stride()
-    kc_page, kc_slot, kc_head, kc_last = k_cache.stride()
-    vc_page, vc_slot, vc_head, vc_last = v_cache.stride()
+    kc_page, kc_outer, kc_inner, kc_last = k_cache.stride()
+    vc_page, vc_outer, vc_inner, vc_last = v_cache.stride()
     (slot_last,) = slot_mapping.stride()
     if not k_last == v_last == kc_last == vc_last == slot_last == 1:
         tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
         for name, tensor in tensors.items():
-            _bad_strides("append_kv", name, tensor)
-    for name, (page, slot, head), dim in (
-        ("k_cache", (kc_page, kc_slot, kc_head), qk_dim),
-        ("v_cache", (vc_page, vc_slot, vc_head), v_dim),
+            bad_strides("append_kv", name, tensor)
+    for name, (page, far, near), dim in (
+        ("k_cache", (kc_page, kc_outer, kc_inner), qk_dim),
+        ("v_cache", (vc_page, vc_outer, vc_inner), v_dim),
     ):
-        nested = head >= dim and slot >= kv_heads * head and page >= page_size * slot
-        if not nested and _overlaps((pages, page), (page_size, slot), (kv_heads, head), (dim, 1)):
+        nested = near >= dim and far >= inner * near and page >= outer * far
+        if not nested and overlaps((pages, page), (outer, far), (inner, near), (dim, 1)):
             bad(
                 "append_kv",
                 name,
-                f"has strides {(page, slot, head, 1)} that overlap",
+                f"has strides {(page, far, near, 1)} that overlap",
                 "every element at its own address",
             )
     index = k_cache.get_device()
@@ -310,13 +263,17 @@ def check_append(
         and index >= 0
     ):
         tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slot_mapping}
-        _same_device("append_kv", tensors)
+        same_device("append_kv", tensors)
     if _grad_enabled() and (
         k.requires_grad or v.requires_grad or k_cache.requires_grad or v_cache.requires_grad
     ):
-        _refuse_grad("append_kv", {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache})
-    strides = (k_token, k_head, v_token, v_head, kc_page, kc_slot, kc_head, vc_page, vc_slot, vc_head)
-    bits = k_token | k_head | v_token | v_head | kc_page | kc_slot | kc_head | vc_page | vc_slot | vc_head
+        refuse_grad("append_kv", {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache})
+    if geometry.hnd:
+        caches = (kc_page, kc_inner, kc_outer, vc_page, vc_inner, vc_outer)
+    else:
+        caches = (kc_page, kc_outer, kc_inner, vc_page, vc_outer, vc_inner)
+    strides = (k_token, k_head, v_token, v_head, *caches)
+    bits = k_token | k_head | v_token | v_head | kc_page | kc_outer | kc_inner | vc_page | vc_outer | vc_inner
     return tokens, pages * page_size, bits, strides
 
 
@@ -342,45 +299,6 @@ def check_merge(geometry: Geometry, out_a: Tensor, lse_a: Tensor, out_b: Tensor,
                 "a contiguous tensor; call .contiguous()",
             )
         if tensor.device != out_a.device:
-            _same_device("merge_states", {"out_a": out_a, name: tensor})
+            same_device("merge_states", {"out_a": out_a, name: tensor})
         if tensor.requires_grad and _grad_enabled():
-            _refuse_grad("merge_states", {name: tensor})
-
-
-def _bad_strides(function: str, name: str, tensor: Tensor) -> None:
-    """Raise for a last stride other than 1; one element or none has no stride to speak of."""
-    diagnose(function, {name: tensor})
-    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
-        bad(function, name, f"has strides {tensor.stride()}", "a last stride of 1")
-
-
-def _same_device(function: str, tensors: dict[str, Tensor]) -> None:
-    first, anchor = next(iter(tensors.items()))
-    diagnose(function, {first: anchor})
-    for name, tensor in tensors.items():
-        if tensor.device != anchor.device:
-            bad(function, name, f"is on {tensor.device}", f"{first}'s device {anchor.device}")
-
-
-def _refuse_grad(function: str, tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            bad(
-                function,
-                name,
-                "requires grad",
-                "inference: torch.no_grad(), inference_mode() or .detach(), no backward exists",
-            )
-
-
-def _overlaps(*dims: tuple[int, int]) -> bool:
-    """Whether two indices of (size, stride) dims may share an address; dims that nest in any order do not."""
-    reach = 0
-    for size, stride in sorted(dims, key=lambda dim: dim[1]):
-        if size == 0:
-            return False
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
+            refuse_grad("merge_states", {name: tensor})

@@ -3,6 +3,7 @@ no tensor.
 """
 
 from . import sizes
+from .geometry import features
 from .table import Table
 
 
@@ -38,11 +39,12 @@ def _layers(manifest: dict, table: Table):
             if layer["qk_dim"] == layer["v_dim"]
             else f"{layer['qk_dim']} (v {layer['v_dim']})"
         )
+        on = "".join(f", {feature}" for feature in features(layer).split(", ") if feature)
         ranks = ", ".join(f"{query}/{kv}" for query, kv in table.heads(layer["name"]))
         yield (
             f"  {layer['name']}: layers {_layer_range(layer['layers'])}, "
             f"{layer['query_heads']}/{layer['kv_heads']} query/kv heads, head dim {dims}, {layer['dtype']}, "
-            f"{layer['mask']}, scale {layer['scale']:.6g}, page size {layer['page_size']}; per rank {ranks}"
+            f"{layer['mask']}, scale {layer['scale']:.6g}, page size {layer['page_size']}{on}; per rank {ranks}"
         )
 
 

@@ -12,6 +12,7 @@ start method.
 import hashlib
 import importlib
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,15 +22,13 @@ from types import ModuleType
 import torch
 
 from . import choice, jit, launcher
-from .arguments import ARGUMENTS
+from .arguments import variant_arguments
 from .driver import CudaDriver, DeviceProperties, HipDriver, open_driver
 from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError
 
 Kernel = Callable[..., None]
 
 _INTERPRETER_MULTIPROCESSORS = 3
-# The interpreter patches triton.language for the time of a call: one call at a time in the process.
-_interpreter_lock = threading.Lock()
 
 
 class Device:
@@ -181,7 +180,7 @@ class _Gpu(Device):
         self, symbol: str, variant: dict, image: bytes, function: str, shared_bytes: int, threads: int
     ) -> Kernel:
         handle = self.driver.load(self.index, image, function, shared_bytes, threads)
-        arguments = ARGUMENTS[variant["family"]]
+        arguments = variant_arguments(variant)
         launch = launcher.Launch(symbol, handle, threads, shared_bytes, arguments, self.where)
         return launcher.bind(self.driver, self.index, launch)
 
@@ -306,8 +305,13 @@ class InterpretDevice(Device):
                 f"{symbol} was imported before TRITON_INTERPRET=1 was set; set it before the process starts"
             )
 
+        # The interpreter patches triton.language for the time of a call: one call at a time in the process.
+        # Its own module keeps the lock, as each package has a runtime of its own.
+        interpreter = vars(sys.modules[type(function).__module__])
+        lock = interpreter.setdefault("_specgen_lock", threading.Lock())
+
         def kernel(grid: int, stream: int, *args) -> None:
-            with _interpreter_lock:
+            with lock:
                 function[(grid,)](*args)
 
         return kernel

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from . import checks as _checks
+from . import refusals as _refusals
+from . import rotary as _rotary
 from .errors import ArgumentError
+from .extras import check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
 from .plans import DevicePlans
 from .table import Table
@@ -36,29 +39,42 @@ class Eager:
         self.table = Table(attention_rows, append_rows, merge_rows)
         self.geometries = Geometries(self.manifest, self.table)
         self._by_heads = self.geometries.by_heads
+        self._hnd = self.geometries.hnd
         self._devices: dict[torch.device, DevicePlans] = {}
         self._open_device = open_device
 
     def run_attention(
         self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-        out, return_lse, workspace, checks,
+        out, return_lse, workspace, checks, extras,
     ):  # fmt: skip
-        """`attention`, every argument by place, features already refused."""
+        """`attention`, every argument by place. `extras`: (sinks, alibi_slopes, prefix_ranges), or None if
+        none is given.
+        """
         geometry, tokens, bound, seqs, max_pages, bits, strides = self.bind_attention(
             q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-            out, checks,
+            out, checks, extras,
         )  # fmt: skip
         device = q.device
         plans = self._devices.get(device) or self.open(device)
         if workspace is not None:
             self.check_workspace(workspace, device, tokens, seqs)
+        if return_lse is not False and return_lse is not True:  # a tensor's truth would synchronise
+            _refusals.bad("attention", "return_lse", f"is {type(return_lse).__name__}", "True or False")
         if out is None:
             out = q.new_empty((tokens, geometry.query_heads, geometry.v_dim))
         lse = None
         if return_lse:
             lse = torch.empty((tokens, geometry.query_heads), dtype=torch.float32, device=device)
         if bound and seqs:
-            pointers = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr() | out.data_ptr()
+            try:
+                q_at, k_at = q.data_ptr(), k_cache.data_ptr()
+                v_at, out_at = v_cache.data_ptr(), out.data_ptr()
+            except RuntimeError:
+                q_at = k_at = v_at = out_at = 0
+            if not (q_at and k_at and v_at and out_at):
+                tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+                _refusals.refuse_no_memory("attention", tensors)
+            pointers = q_at | k_at | v_at | out_at
             plan = plans.attention(geometry, not (pointers & 15 or bits & geometry.stride_mask), bound)
             stream = plans.current_stream(plans.index)
             pool = plans.workspaces
@@ -66,6 +82,8 @@ class Eager:
                 workspace = pool.by_stream.get(stream) or pool.missing(stream)
             store_lse = 0 if lse is None else 1
             lse_or_any = workspace.partial_ml if lse is None else lse
+            if geometry.extras is not None:
+                strides += launch_arguments(geometry, extras, plans, workspace.partial_ml)
             if plan.prefill is not None:
                 plan.prefill(
                     plan.prefill_grid, stream, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
@@ -83,7 +101,7 @@ class Eager:
 
     def bind_attention(
         self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-        out, checks,
+        out, checks, extras,
     ):  # fmt: skip
         """Find the geometry and check, launching and writing nothing.
 
@@ -92,32 +110,38 @@ class Eager:
         try:
             q_shape, k_shape = q.shape, k_cache.shape
             tokens, query_heads, _ = q_shape
-            pages, _, kv_heads, _ = k_shape
+            pages, kv_heads, near, _ = k_shape
+            if not self._hnd:
+                kv_heads = near
             geometry = self._by_heads.get((layer, query_heads, kv_heads))
             if geometry is None:
                 raise self.geometries.no_heads(layer, query_heads, kv_heads)
             bound = tokens
             if max_seqlen_q is not None:
                 if type(max_seqlen_q) is not int or max_seqlen_q < 0:
-                    _checks.host_bound("max_seqlen_q", max_seqlen_q)
+                    _refusals.host_bound("max_seqlen_q", max_seqlen_q)
                 if max_seqlen_q < tokens:
                     bound = max_seqlen_q
             if max_seqlen_k is not None and (type(max_seqlen_k) is not int or max_seqlen_k < 0):
-                _checks.host_bound("max_seqlen_k", max_seqlen_k)
+                _refusals.host_bound("max_seqlen_k", max_seqlen_k)
             if checks == "none":
                 read = _checks.read_attention(geometry, q, k_cache, v_cache, block_table, out)
+                if extras is not None or geometry.extras is not None:
+                    check_presence(geometry, extras)
             else:
                 read = _checks.check_attention(
                     geometry, self.limits, q_shape, k_shape,
                     q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
                 )  # fmt: skip
+                if extras is not None or geometry.extras is not None:
+                    check_extras(geometry, extras, q, read[0])
                 if checks == "full":
                     check_values(
                         geometry, self.limits, tokens, pages,
-                        block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k,
+                        block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, extras,
                     )  # fmt: skip
                 elif checks != "shapes":
-                    _checks.bad(
+                    _refusals.bad(
                         "attention", "checks", f"is {checks!r}", f"one of {', '.join(_checks.CHECKS)}"
                     )
         except ArgumentError:
@@ -127,33 +151,54 @@ class Eager:
             tensors |= {"seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q} | (
                 {} if out is None else {"out": out}
             )
-            _diagnose("attention", tensors, layer)
+            self._diagnose("attention", tensors, layer)
             raise
         return geometry, tokens, bound, *read
 
-    def run_append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer) -> None:
-        """`append_kv`, every argument by place, features already refused."""
+    def run_append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer, rotary=None) -> Tensor | None:
+        """`append_kv`, every argument by place, features already refused; `rotary` a Rotary or None."""
         try:
-            kv_heads = k_cache.shape[2]
+            kv_heads = k_cache.shape[1 if self._hnd else 2]
             geometry = self.geometries.by_kv_heads.get((layer, kv_heads))
             if geometry is None:
                 raise self.geometries.no_kv_heads(layer, kv_heads)
             tokens, num_slots, bits, strides = _checks.check_append(
                 geometry, k, v, k_cache, v_cache, slot_mapping
             )
+            if rotary is not None or geometry.rotary_dim is not None:
+                _rotary.check_presence(geometry, rotary)
+                if rotary.q_out is None:
+                    rotary = rotary._replace(
+                        q_out=torch.empty_like(rotary.q, memory_format=torch.contiguous_format)
+                    )
+                more_bits, more_strides = _rotary.check_rotary(geometry, rotary, k, tokens)
+                bits |= more_bits
+                strides += _rotary.launch_arguments(rotary, more_strides)
         except ArgumentError:
             raise
         except _NOT_READABLE:
             tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
-            _diagnose("append_kv", tensors, layer)
+            self._diagnose("append_kv", tensors, layer)
             raise
         device = k.device
         plans = self._devices.get(device) or self.open(device)
+        if tokens and rotary is not None and not num_slots:
+            _refusals.bad("append_kv", "k_cache", "has no pages", "at least one, layer has rotary embedding")
         if tokens and num_slots:
-            pointers = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
+            try:
+                k_at, v_at, kc_at, vc_at = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
+            except RuntimeError:
+                k_at = v_at = kc_at = vc_at = 0
+            if not (k_at and v_at and kc_at and vc_at):
+                tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+                _refusals.refuse_no_memory("append_kv", tensors)
+            pointers = k_at | v_at | kc_at | vc_at
+            if rotary is not None:
+                pointers |= rotary.q.data_ptr() | rotary.q_out.data_ptr()
             kernel, grid = plans.append(geometry, not (pointers & 15 or bits & geometry.stride_mask))
             stream = plans.current_stream(plans.index)
             kernel(grid, stream, k, v, k_cache, v_cache, slot_mapping, tokens, num_slots, *strides)
+        return None if rotary is None else rotary.q_out
 
     def run_merge_states(self, out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
         """`merge_states`."""
@@ -166,13 +211,20 @@ class Eager:
         except ArgumentError:
             raise
         except _NOT_READABLE:
-            _diagnose("merge_states", {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}, None)
+            states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+            self._diagnose("merge_states", states, None)
             raise
         plans = self._devices.get(out_a.device) or self.open(out_a.device)
         out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
         if tokens:
             kernel, grid, aligned = plans.merge(geometry)
-            if aligned and (out_a.data_ptr() | out_b.data_ptr()) & 15:
+            try:
+                a_at, b_at = out_a.data_ptr(), out_b.data_ptr()
+            except RuntimeError:
+                a_at = b_at = 0
+            if not (a_at and b_at):
+                _refusals.refuse_no_memory("merge_states", {"out_a": out_a, "out_b": out_b})
+            if aligned and (a_at | b_at) & 15:
                 out_a, out_b = out_a.clone(), out_b.clone()
             stream = plans.current_stream(plans.index)
             kernel(grid, stream, out_a, lse_a, out_b, lse_b, out, lse, tokens * query_heads)
@@ -190,33 +242,35 @@ class Eager:
     def check_workspace(self, workspace: object, device: torch.device, tokens: int, seqs: int) -> None:
         """Raise unless a caller's workspace serves this call."""
         if not isinstance(workspace, Workspace):
-            _checks.bad(
+            _refusals.bad(
                 "attention",
                 "workspace",
                 f"is {type(workspace).__name__}",
                 "what workspace() returns, or None",
             )
         if not workspace.belongs_to(self):
-            _checks.bad(
+            _refusals.bad(
                 "attention",
                 "workspace",
                 "is of another package",
                 f"one that {self.name}.workspace() returned",
             )
         if workspace.device != device:
-            _checks.bad("attention", "workspace", f"is on {workspace.device}", f"q's device {device}")
+            _refusals.bad("attention", "workspace", f"is on {workspace.device}", f"q's device {device}")
         if tokens > workspace.limits.max_tokens:
-            _checks.bad(
+            _refusals.bad(
                 "attention", "workspace", f"was made for max_tokens {workspace.limits.max_tokens}", tokens
             )
         if seqs > workspace.limits.max_seqs:
-            _checks.bad("attention", "workspace", f"was made for max_seqs {workspace.limits.max_seqs}", seqs)
+            _refusals.bad(
+                "attention", "workspace", f"was made for max_seqs {workspace.limits.max_seqs}", seqs
+            )
 
     def _own_workspace(self, plans: DevicePlans) -> Workspace:
         return Workspace(plans.torch_device, plans.size, self.limits, self)
 
-
-def _diagnose(function: str, tensors: dict, layer: object) -> None:
-    _checks.diagnose(function, tensors)
-    if not isinstance(layer, str | None):
-        _checks.bad(function, "layer", f"is {type(layer).__name__}", "a str, the name of an attention entry")
+    def _diagnose(self, function: str, tensors: dict, layer: object) -> None:
+        _refusals.diagnose(function, tensors, self._hnd)
+        if not isinstance(layer, str | None):
+            need = "a str, the name of an attention entry"
+            _refusals.bad(function, "layer", f"is {type(layer).__name__}", need)

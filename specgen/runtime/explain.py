@@ -14,8 +14,9 @@ from torch import Tensor
 from . import sizes
 from .geometry import Geometry
 from .table import AttentionRow
+from .visibility import spans
 
-Lengths = list[tuple[int, int]]
+Lengths = list[tuple[int, int, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,20 @@ class Explanation:
         return "\n".join(lines)
 
 
-def read_lengths(cu_seqlens_q: Tensor, seq_lens: Tensor) -> Lengths:
-    """(query rows, keys) of each sequence; synchronises."""
-    return list(zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist()))
+def read_lengths(cu_seqlens_q: Tensor, seq_lens: Tensor, prefix_ranges: Tensor | None = None) -> Lengths:
+    """(query rows, keys, prefix ranges [ranges, 2] or None) of each sequence; synchronises."""
+    ranges = [None] * len(seq_lens) if prefix_ranges is None else list(prefix_ranges.cpu().long())
+    return list(zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist(), ranges))
 
 
-def explain(package, plans, problem, bound, data, return_lse, max_seqlen_k, lengths) -> Explanation:
+def explain(
+    package, plans, problem, bound, data, return_lse, max_seqlen_k, lengths, ranged=False
+) -> Explanation:
     """The explanation of one checked call.
 
     `plans` is the device's DevicePlans, or None with `problem` saying why no device could be opened; `bound`
     is what `Eager.bind_attention` returns, `data` the data tensors by name, `lengths` the real lengths or
-    None.
+    None; `ranged`: the call has prefix ranges.
     """
     geometry, tokens, rows_bound, seqs, max_pages, *_ = bound
     manifest, table = package.manifest, package.table
@@ -87,7 +91,10 @@ def explain(package, plans, problem, bound, data, return_lse, max_seqlen_k, leng
     keys = min(package.limits.max_seq_len, max_pages * geometry.page_size)
     if max_seqlen_k is not None:
         keys = min(keys, max_seqlen_k)
-    used, operations = _work(geometry, tokens, seqs, keys, lengths, return_lse)
+    reach = None if ranged else geometry.reach
+    used, operations = _work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
+    if reach is not None:  # of one sequence, for all its rows
+        keys = min(keys, reach - 1 + rows_bound)
     row, why, launches = None, [], []
     if rows_bound and seqs:
         broken = _broken_promises(geometry, data)
@@ -137,8 +144,9 @@ def _device(manifest, table, plans, problem) -> tuple[str, int, str, str]:
 
 def _why(geometry: Geometry, row: AttentionRow, bound: int, tokens: int, broken: list[str]) -> list[str]:
     degree = f"tensor_parallel {geometry.degree}"
+    features = f": {geometry.features}" if geometry.features else ""
     why = [
-        f"layer {row.layer!r}, {row.query_heads}/{row.kv_heads} heads ({degree})",
+        f"layer {row.layer!r}, {row.query_heads}/{row.kv_heads} heads ({degree}){features}",
         f"at most {bound} query rows per sequence (tokens {tokens}): "
         f"row takes {row.min_query_len}..{row.max_query_len}",
     ]
@@ -184,30 +192,35 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
 
 
 def _work(
-    geometry: Geometry, tokens, seqs, keys, lengths: Lengths | None, return_lse: bool
+    geometry: Geometry, tokens, seqs, keys, reach: int | None, lengths: Lengths | None, return_lse: bool
 ) -> tuple[int, int]:
-    """(bytes, operations): the real ones for given lengths, else with `keys` visible to each row."""
+    """(bytes, operations): the real ones for given lengths, else with `keys` in each sequence, of which a row
+    sees at most `reach`.
+    """
     if lengths is None:
         rows, read, pairs = tokens, seqs * keys, tokens * keys
         pages = seqs * -(-keys // geometry.page_size)
+        if reach is not None:
+            read, pairs = min(read, seqs * (reach - 1) + tokens), min(pairs, tokens * reach)
+            pages = min(pages, read // geometry.page_size + 2 * seqs)
     else:
-        rows = sum(m for m, _ in lengths)
-        read = sum(n for m, n in lengths if m)
-        pages = sum(-(-n // geometry.page_size) for m, n in lengths if m)
-        pairs = sum(_visible(geometry.mask, m, n) for m, n in lengths)
+        rows = sum(m for m, _, _ in lengths)
+        read = pairs = pages = 0
+        for m, n, ranges in lengths:
+            first, end = spans(geometry, m, n, ranges)
+            seeing = first < end
+            if seeing.any():
+                first, end = first[seeing], end[seeing]
+                pairs += int((end - first).sum())
+                low, high = int(first.min()), int(end.max())
+                read += high - low
+                pages += -(-high // geometry.page_size) - low // geometry.page_size
     dims = geometry.qk_dim + geometry.v_dim
     moved = (rows * geometry.query_heads + read * geometry.kv_heads) * dims * geometry.dtype.itemsize
     moved += 4 * (2 * seqs + 1 + pages)
     if return_lse:
         moved += 4 * rows * geometry.query_heads
     return moved, 2 * pairs * geometry.query_heads * dims
-
-
-def _visible(mask: str, rows: int, keys: int) -> int:
-    if mask != "causal":
-        return rows * keys
-    seeing = min(rows, keys)
-    return seeing * keys - seeing * (seeing - 1) // 2
 
 
 def _floors(geometry: Geometry, manifest: dict, arch: str, moved: int, operations: int) -> dict[str, float]:

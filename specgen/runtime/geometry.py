@@ -22,12 +22,21 @@ class Limits(NamedTuple):
     max_spec_tokens: int
 
 
+class Extras(NamedTuple):
+    """The features of a layer for which a call takes a tensor, or may."""
+
+    sinks: bool
+    alibi: bool
+    prefix_ranges: bool
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Geometry:
     """One layer class at one tensor-parallel degree; `query_heads` and `kv_heads` are per rank.
 
     `stride_mask` has the low bits that every stride, in elements, leaves zero where the aligned variant may
-    run.
+    run. `hnd`: caches are [pages, kv_heads, page_size, dim], else [pages, page_size, kv_heads, dim]. `extras`
+    is None where a call takes no tensor of a feature; `rotary_dim` is None where append_kv rotates nothing. `features` names all that is on, in words, or is "".
     """
 
     layer: str
@@ -41,6 +50,19 @@ class Geometry:
     dtype: torch.dtype
     degree: int
     stride_mask: int
+    sliding_window: int | None
+    chunk: int | None
+    hnd: bool
+    extras: Extras | None
+    features: str
+    rotary_dim: int | None
+
+    @property
+    def reach(self) -> int | None:
+        """Keys that a row sees at most, its own included, prefix ranges apart; None if only the sequence ends
+        it.
+        """
+        return self.sliding_window or self.chunk
 
 
 class Geometries:
@@ -56,6 +78,7 @@ class Geometries:
         self.by_heads: dict[tuple, Geometry] = {}
         self.by_kv_heads: dict[tuple, Geometry] = {}
         self.by_out: dict[tuple, Geometry] = {}
+        self.hnd = self.all[0].hnd if self.all else False  # of the package: a spec has one layout
         for geometry in self.all:
             names = (geometry.layer, None) if len(self.layers) == 1 else (geometry.layer,)
             for name in names:
@@ -104,9 +127,19 @@ class Geometries:
         return None
 
 
+def features(layer: dict) -> str:
+    """What is on in a manifest's layer, in words: "window 1024, softcap 50, sinks"; "" if nothing is."""
+    numbers = (("window", "sliding_window"), ("chunk", "chunk"), ("softcap", "softcap"))
+    words = [f"{word} {layer[name]}" for word, name in numbers if layer.get(name) is not None]
+    switches = ("sinks", "alibi", "prefix_ranges", "cross")
+    words += [name.replace("_", " ") for name in switches if layer.get(name)]
+    return ", ".join(words + ["HND"] * (layer.get("layout") == "HND"))
+
+
 def _geometry(layer: dict, query_heads: int, kv_heads: int) -> Geometry:
     dtype = getattr(torch, layer["dtype"])
     promised = sizes.alignment(layer["qk_dim"], layer["v_dim"], dtype.itemsize)
+    extras = Extras(*(bool(layer.get(name)) for name in Extras._fields))
     return Geometry(
         layer=layer["name"],
         query_heads=query_heads,
@@ -119,4 +152,10 @@ def _geometry(layer: dict, query_heads: int, kv_heads: int) -> Geometry:
         dtype=dtype,
         degree=layer["query_heads"] // query_heads,
         stride_mask=promised // dtype.itemsize - 1,
+        sliding_window=layer.get("sliding_window"),
+        chunk=layer.get("chunk"),
+        hnd=layer.get("layout") == "HND",
+        extras=extras if any(extras) else None,
+        features=features(layer),
+        rotary_dim=layer.get("rotary_dim"),
     )

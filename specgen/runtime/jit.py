@@ -9,14 +9,14 @@ import os
 from types import ModuleType
 from typing import NamedTuple
 
-from .arguments import ARGUMENTS
+from .arguments import variant_arguments
 from .choice import vendor_of
 from .driver import DeviceProperties
 from .errors import NoBinaryError
 
 OLDEST_TRITON = (3, 6)
 
-_TYPES = {"f32": "fp32", "i32": "i32", "i64": "i64"}
+_TYPES = {"bf16": "bf16", "f32": "fp32", "i32": "i32", "i64": "i64"}
 _DATA = {"bfloat16": ("bf16", 2), "float16": ("fp16", 2), "float32": ("fp32", 4)}
 
 
@@ -50,7 +50,7 @@ def signature(variant: dict) -> tuple[str, ...]:
     data, _ = _DATA[variant["dtype"]]
     return tuple(
         f"*{_TYPES.get(argument.dtype, data)}" if argument.kind == "pointer" else argument.kind
-        for argument in ARGUMENTS[variant["family"]]
+        for argument in variant_arguments(variant)
     )
 
 
@@ -62,7 +62,7 @@ def divisibility(variant: dict) -> tuple[tuple[int, int], ...]:
     elements = variant["alignment"] // itemsize
     promised = (
         (i, 16 if argument.kind == "pointer" else elements)
-        for i, argument in enumerate(ARGUMENTS[variant["family"]])
+        for i, argument in enumerate(variant_arguments(variant))
         if argument.aligned
     )
     return tuple((i, divisor) for i, divisor in promised if divisor > 1)

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError
+from .refusals import bad
+from .rotary import Rotary
 
 _PAGED = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q"
-_OPTIONS = "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str? layer=None, str checks='shapes'"
+_OPTIONS = (
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str? layer=None, str checks='shapes', "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? prefix_ranges=None"
+)
 _SCHEMAS = {
     "attention": f"({_PAGED}, {_OPTIONS}) -> Tensor",
     "attention_lse": f"({_PAGED}, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -20,6 +25,8 @@ _SCHEMAS = {
     "attention_out_lse": f"({_PAGED}, Tensor(a!) out, {_OPTIONS}) -> Tensor",
     "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "str? layer=None) -> ()",
+    "append_kv_rotary": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+    "Tensor q, Tensor positions, Tensor cos, Tensor sin, str? layer=None) -> Tensor",
     "merge_states": "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
 }
 _BACKENDS = ("CPU", "CUDA")
@@ -42,15 +49,16 @@ class Operators:
         self._attention_out = space.attention_out.default
         self._attention_out_lse = space.attention_out_lse.default
         self._append_kv = space.append_kv.default
+        self._append_kv_rotary = space.append_kv_rotary.default
         self._merge_states = space.merge_states.default
 
     def attention(
         self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-        checks, out, return_lse,
+        checks, out, return_lse, extras,
     ):  # fmt: skip
         """`attention` as one operator; the result is that of the public function."""
         paged = (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
-        options = (max_seqlen_q, max_seqlen_k, layer, checks)
+        options = (max_seqlen_q, max_seqlen_k, layer, checks, *(extras or ()))
         if out is None:
             return (self._attention_lse if return_lse else self._attention)(*paged, *options)
         if return_lse:
@@ -58,9 +66,17 @@ class Operators:
         self._attention_out(*paged, out, *options)
         return out
 
-    def append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer) -> None:
-        """`append_kv` as one operator that mutates the caches."""
-        self._append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+    def append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer, rotary) -> Tensor | None:
+        """`append_kv` as one operator that mutates the caches; the rotated queries are its result."""
+        if rotary is None:
+            self._append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+            return None
+        for name in ("q", "positions", "cos", "sin"):
+            if getattr(rotary, name) is None:
+                bad("append_kv", name, "is None", "q, positions, cos and sin together")
+        q, positions, cos, sin, q_out = rotary
+        rotated = self._append_kv_rotary(k, v, k_cache, v_cache, slot_mapping, q, positions, cos, sin, layer)
+        return rotated if q_out is None else q_out.copy_(rotated)
 
     def merge_states(self, out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
         """`merge_states` as one operator."""
@@ -100,13 +116,22 @@ class _Served:
     def append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer=None):
         self.package.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
 
+    def append_kv_rotary(self, k, v, k_cache, v_cache, slot_mapping, q, positions, cos, sin, layer=None):
+        rotary = Rotary(q, positions, cos, sin, None)
+        return self.package.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer, rotary)
+
     def merge_states(self, out_a, lse_a, out_b, lse_b):
         return self.package.run_merge_states(out_a, lse_a, out_b, lse_b)
 
-    def _run(self, paged, out, return_lse, max_seqlen_q=None, max_seqlen_k=None, layer=None, checks="shapes"):
+    def _run(
+        self, paged, out, return_lse, max_seqlen_q=None, max_seqlen_k=None, layer=None, checks="shapes",
+        sinks=None, alibi_slopes=None, prefix_ranges=None,
+    ):  # fmt: skip
+        absent = sinks is None and alibi_slopes is None and prefix_ranges is None
+        extras = None if absent else (sinks, alibi_slopes, prefix_ranges)
         return self.package.run_attention(
-            *paged, max_seqlen_q, max_seqlen_k, layer, out, return_lse, None, checks
-        )
+            *paged, max_seqlen_q, max_seqlen_k, layer, out, return_lse, None, checks, extras,
+        )  # fmt: skip
 
 
 def _fake_attention(q, k_cache, v_cache, *_, **__):
@@ -131,6 +156,10 @@ def _fake_append_kv(k, v, k_cache, v_cache, slot_mapping, layer=None):
     pass
 
 
+def _fake_append_kv_rotary(k, v, k_cache, v_cache, slot_mapping, q, positions, cos, sin, layer=None):
+    return q.new_empty(q.shape)
+
+
 def _fake_merge_states(out_a, lse_a, out_b, lse_b):
     return torch.empty_like(out_a), torch.empty_like(lse_a)
 
@@ -144,5 +173,6 @@ def _ranks(q, v_cache) -> None:
         raise ArgumentError(f"attention: q has shape {list(q.shape)}; needed: [tokens, query_heads, qk_dim]")
     if v_cache.ndim != 4:
         raise ArgumentError(
-            f"attention: v_cache has shape {list(v_cache.shape)}; needed: [pages, page_size, kv_heads, v_dim]"
+            f"attention: v_cache has shape {list(v_cache.shape)}; needed: [pages, page_size, kv_heads, v_dim] "
+            "(layout HND: [pages, kv_heads, page_size, v_dim])"
         )

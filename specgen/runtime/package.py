@@ -5,6 +5,7 @@ The eager bodies are in eager.py; explain, describe and the custom operators hav
 Importing it needs no GPU and opens no device.
 """
 
+import importlib
 from os import environ
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import checks as _checks
 from . import describe as _describe
 from . import explain as _explain
+from . import refusals as _refusals
 from .eager import Eager
 from .errors import CaptureError, NoBinaryError
 from .operators import Operators
 from .plans import DevicePlans
+from .rotary import Rotary
 from .workspace import Workspace, is_capturing, narrowed
 
 _is_compiling = torch.compiler.is_compiling
@@ -43,6 +45,10 @@ class Package(Eager):
         super().__init__(name, directory, attention_rows, append_rows, merge_rows, open_device)
         self._operators = Operators(self)
 
+    def __reduce__(self):
+        """Copies and pickles, of its functions too, are the package of the process that reads them."""
+        return _package_of, (self.name,)
+
     def attention(
         self, q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None,
         max_seqlen_k=None, layer=None, out=None, return_lse=False, sinks=None, alibi_slopes=None,
@@ -60,40 +66,54 @@ class Package(Eager):
         `out` `[tokens, query_heads, v_dim]` is written and returned, else allocated; rows beyond
         cu_seqlens_q[-1] are untouched (not initialised in an allocated one). With `return_lse` the result is
         (out, lse): natural log, float32 `[tokens, query_heads]`. `checks`: "shapes" reads no device value,
-        "full" synchronises and checks values, "none". Raises ArgumentError before anything is written,
-        NoBinaryError or CaptureError at the first call on a device.
+        "full" synchronises and checks values, "none". Unless "full", device values are the caller's duty:
+        lengths are clamped to block_table's row, but cu_seqlens_q (rising from 0 to at most tokens) and the
+        page ids of visible keys (0 to pages - 1) are used as addresses.
+
+        Contiguous tensors of features, refused where the layer has them not: `sinks` bfloat16 or float32
+        `[query_heads]`, needed by a layer with sinks; `alibi_slopes` float32 `[query_heads]`, None is the
+        model's own (where a rank holds part of the heads, its slopes are needed); `prefix_ranges` int32
+        `[seqs, ranges, 2]`, [start, end) of positions that see each other, empty if start >= end, or None. In
+        layout HND the caches are `[pages, kv_heads, page_size, dim]`. Raises ArgumentError before anything is
+        written, NoBinaryError or CaptureError at the first call on a device.
         """
-        if (
-            sinks is not None or alibi_slopes is not None or prefix_ranges is not None
-            or q_scale is not None or k_scale is not None or v_scale is not None
-        ):  # fmt: skip
-            given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "prefix_ranges": prefix_ranges}
-            _checks.refuse_features(
-                "attention", given | {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-            )
+        if q_scale is not None or k_scale is not None or v_scale is not None:
+            scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+            _refusals.refuse_features("attention", scales)
+        extras = None
+        if sinks is not None or alibi_slopes is not None or prefix_ranges is not None:
+            extras = sinks, alibi_slopes, prefix_ranges
         traced = _is_compiling() or _active_modes() or type(q) not in _PLAIN
         return (self._traced_attention if traced else self.run_attention)(
             q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-            out, return_lse, workspace, checks,
+            out, return_lse, workspace, checks, extras,
         )  # fmt: skip
 
     def append_kv(
-        self, k, v, k_cache, v_cache, *, slot_mapping, layer=None, k_scale=None, v_scale=None
-    ) -> None:
+        self, k, v, k_cache, v_cache, *, slot_mapping, layer=None, k_scale=None, v_scale=None,
+        q=None, positions=None, cos=None, sin=None, q_out=None,
+    ) -> Tensor | None:  # fmt: skip
         """Write new keys and values into the caches, in place.
 
         k `[tokens, kv_heads, qk_dim]`, v `[tokens, kv_heads, v_dim]`; caches as in `attention`; slot_mapping
         int64 `[tokens]`, slot = page * page_size + offset; a negative slot is skipped, as is one past the
         pool. Raises ArgumentError before anything is written, NoBinaryError or CaptureError at the first call
         on a device.
+
+        A layer with rotary embedding rotates the keys on their way, and the queries in the same launch: q
+        `[tokens, query_heads, qk_dim]`, positions int64 `[tokens]`, cos and sin float32 `[positions, rotary
+        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may not overlap q. A position
+        outside the tables is clamped to them.
         """
+        rotary = None
+        if not (q is positions is cos is sin is q_out is None):
+            rotary = Rotary(q, positions, cos, sin, q_out)
         if k_scale is not None or v_scale is not None:
-            _checks.refuse_features("append_kv", {"k_scale": k_scale, "v_scale": v_scale})
+            _refusals.refuse_features("append_kv", {"k_scale": k_scale, "v_scale": v_scale})
         if _is_compiling() or _active_modes() or type(k) not in _PLAIN:
             _tensor("append_kv", "k", k)
-            self._operators.append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
-        else:
-            self.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+            return self._operators.append_kv(k, v, k_cache, v_cache, slot_mapping, layer, rotary)
+        return self.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer, rotary)
 
     def merge_states(self, out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
         """Merge two attention results over disjoint keys of the same queries; returns new (out, lse).
@@ -146,13 +166,12 @@ class Package(Eager):
         synchronises and counts the real ones. Raises what the checks of `attention` raise; where no binary
         runs here it says so and goes on.
         """
-        given = {"sinks": sinks, "alibi_slopes": alibi_slopes, "prefix_ranges": prefix_ranges}
-        _checks.refuse_features(
-            "attention", given | {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-        )
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        _refusals.refuse_features("attention", scales)
+        extras = sinks, alibi_slopes, prefix_ranges
         call = self.bind_attention(
             q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-            out, checks,
+            out, checks, extras,
         )  # fmt: skip
         plans, problem = None, None
         try:
@@ -162,8 +181,11 @@ class Package(Eager):
         if workspace is not None:
             self.check_workspace(workspace, q.device, call[1], call[3])
         data = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | ({} if out is None else {"out": out})
-        lengths = _explain.read_lengths(cu_seqlens_q, seq_lens) if checks == "full" else None
-        return _explain.explain(self, plans, problem, call, data, return_lse, max_seqlen_k, lengths)
+        lengths = None
+        if checks == "full":
+            lengths = _explain.read_lengths(cu_seqlens_q, seq_lens, prefix_ranges)
+        ranged = prefix_ranges is not None
+        return _explain.explain(self, plans, problem, call, data, return_lse, max_seqlen_k, lengths, ranged)
 
     def describe(self) -> str:
         """The package as text: layer groups, limits, targets, variants with sizes and registers, versions.
@@ -173,21 +195,23 @@ class Package(Eager):
 
     def _traced_attention(
         self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-        out, return_lse, workspace, checks,
+        out, return_lse, workspace, checks, extras,
     ):  # fmt: skip
         """The call as custom operators: under torch.compile, export, fake tensors, tensor subclasses and
         dispatch modes.
         """
         _tensor("attention", "q", q)
         if workspace is not None:
-            _checks.bad(
+            _refusals.bad(
                 "attention", "workspace", "is given to a traced call", "None: it uses its stream's own"
             )
         if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
-            _checks.bad("attention", "q, k_cache or v_cache", "requires grad", "torch.no_grad() or .detach()")
+            _refusals.bad(
+                "attention", "q, k_cache or v_cache", "requires grad", "torch.no_grad() or .detach()"
+            )
         return self._operators.attention(
             q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-            checks, out, return_lse,
+            checks, out, return_lse, extras,
         )  # fmt: skip
 
     def _plans(self, device: object, function: str) -> DevicePlans:
@@ -208,6 +232,12 @@ class Package(Eager):
         return self.open(device)
 
 
+def _package_of(name: str) -> Package:
+    return importlib.import_module(name)._package
+
+
 def _tensor(function: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        _checks.bad(function, name, f"is {type(value).__name__}", f"a torch.Tensor {_checks.RANKS[name]}")
+        _refusals.bad(function, name, f"is {type(value).__name__}", f"a torch.Tensor {_refusals.RANKS[name]}")
+    if value.is_nested:
+        _refusals.bad(function, name, "is a nested tensor", f"a dense strided tensor {_refusals.RANKS[name]}")

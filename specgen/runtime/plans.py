@@ -7,9 +7,11 @@ Loads kernels through device.py at first use, or all of them in `warm`; launches
 import torch
 
 from . import sizes
+from .errors import CaptureError
+from .extras import model_slopes
 from .geometry import Geometry
 from .table import AttentionRow, NoRowError, Table
-from .workspace import WorkspacePool
+from .workspace import WorkspacePool, is_capturing
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -52,6 +54,7 @@ class DevicePlans:
         self._attention: dict[tuple[Geometry, bool], tuple[AttentionPlan, ...]] = {}
         self._append: dict[tuple[Geometry, bool], tuple] = {}
         self._merge: dict[Geometry, tuple] = {}
+        self._slopes: dict[int, torch.Tensor] = {}
 
     def attention(self, geometry: Geometry, aligned: bool, max_query_len: int) -> AttentionPlan:
         """The plan of the row for a bound of 1 or more query rows, kernels loaded. Raises what Device.kernel
@@ -88,15 +91,34 @@ class DevicePlans:
             found = self._merge[geometry] = self.device.kernel(row.symbol), self.grid(row.symbol), aligned
         return found
 
+    def alibi_slopes(self, heads: int) -> torch.Tensor:
+        """The model's own ALiBi slopes on this device, float32 [heads]; made once. Raises CaptureError in a
+        capture.
+        """
+        found = self._slopes.get(heads)
+        if found is None:
+            if is_capturing(self.torch_device):
+                raise CaptureError(
+                    "attention: a graph is being captured and the ALiBi slopes are not on the device yet; "
+                    "needed: call warmup() before the capture, or pass alibi_slopes="
+                )
+            with torch.inference_mode(False):
+                made = torch.tensor(model_slopes(heads), dtype=torch.float32, device=self.torch_device)
+            found = self._slopes.setdefault(heads, made)
+        return found
+
     def grid(self, symbol: str) -> int:
         """Programs of one launch of a variant here."""
         return sizes.grid(self.device.multiprocessors, self._variants[symbol]["ctas_per_multiprocessor"])
 
     def warm(self) -> None:
-        """Load every kernel, make the current stream's workspace and the spare; wait until the device has
-        done so.
+        """Load every kernel, make slopes, the current stream's workspace and the spare; wait until the device
+        has done so.
         """
         self.device.load_all()
+        for variant in self._variants.values():
+            if variant.get("alibi"):
+                self.alibi_slopes(variant["query_heads"])
         stream = self.current_stream(self.index)
         if self.workspaces.by_stream.get(stream) is None:
             self.workspaces.missing(stream)

@@ -23,22 +23,32 @@ def attention(
     cu_seqlens_q: torch.Tensor,
     mask: str = "causal",
     scale: float | None = None,
+    sliding_window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    prefix_ranges: torch.Tensor | None = None,
+    layout: str = "NHD",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Paged attention over a batch: softmax(scale * q k^T + mask) v, in float64.
+    """Paged attention over a batch: softmax(scores + mask) v, in float64.
 
     Shapes as the package's `attention`: q [tokens, query_heads, qk_dim], caches [pages, page_size, kv_heads,
-    dim], block_table [seqs, max_pages], seq_lens [seqs] (keys, the new ones included), cu_seqlens_q [seqs +
-    1]. Query head h reads key/value head h // (query_heads // kv_heads). Row i of a sequence with m rows and
-    n keys sits at position n - m + i; under mask "causal" it sees the keys at positions up to its own, under
-    "bidirectional" all n. n is clamped to what the sequence's row of block_table can hold. `scale` None is
-    1/sqrt(qk_dim).
+    dim] (`layout` "HND": [pages, kv_heads, page_size, dim]), block_table [seqs, max_pages], seq_lens [seqs]
+    (keys, the new ones included), cu_seqlens_q [seqs + 1]. Query head h reads key/value head h //
+    (query_heads // kv_heads). Row r of a sequence with m rows and n keys sits at position i = n - m + r and
+    sees the keys that `visible` says. n is clamped to what the sequence's row of block_table can hold.
+
+    The score of key j is s = q k_j scale (`scale` None: 1/sqrt(qk_dim)), then with `softcap` s = softcap
+    tanh(s / softcap), then with `alibi_slopes` [query_heads] s - slope |i - j|. `sinks` [query_heads] are raw
+    logits that join the denominator of a row once, and give no value. prefix_ranges integer [seqs, ranges, 2].
 
     Returns out [tokens, query_heads, v_dim] and lse [tokens, query_heads], float64, lse the natural logarithm
-    of the sum of exponentials. A row without a visible key gives 0 and -inf, as does a row of no sequence.
-    Only visible keys are read.
+    of the sum of exponentials, the sink's included. A row without a visible key gives 0 and -inf, sink or
+    not, as does a row of no sequence. Only visible keys, and the entries of block_table for them, are read.
     """
-    if mask not in ("causal", "bidirectional"):
-        raise ValueError(f"mask: got {mask!r}; the reference knows 'causal' and 'bidirectional'")
+    if layout == "HND":
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     tokens, query_heads, qk_dim = q.shape
     page_size, kv_heads, v_dim = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     group = query_heads // kv_heads
@@ -51,26 +61,66 @@ def attention(
         n = max(0, min(n, block_table.shape[1] * page_size))
         if m <= 0 or n == 0:
             continue
-        key_positions = torch.arange(n, device=q.device)
-        pages = block_table[seq].long()[key_positions // page_size]
-        slots = key_positions % page_size
+        ranges = None if prefix_ranges is None else prefix_ranges[seq]
         rows_at_once = max(1, BLOCK_ELEMENTS // (group * n))
-        for kv_head in range(kv_heads):
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            keys = k_cache[pages, slots, kv_head].double()  # [n, qk_dim]
-            values = v_cache[pages, slots, kv_head].double()  # [n, v_dim]
-            for row in range(0, m, rows_at_once):
-                rows = torch.arange(row, min(m, row + rows_at_once), device=q.device)
-                scores = torch.einsum("rhd,nd->rhn", q[first + rows, heads].double(), keys) * scale
-                if mask == "causal":
-                    visible = key_positions[None, :] <= (n - m + rows)[:, None]
-                    scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
-                block_lse = torch.logsumexp(scores, dim=-1)
+        for row in range(0, m, rows_at_once):
+            rows = torch.arange(row, min(m, row + rows_at_once), device=q.device)
+            positions = n - m + rows
+            seen = visible(positions, n, mask, sliding_window, chunk, ranges)  # [rows, n]
+            keys = torch.nonzero(seen.any(0))[:, 0]  # [keys that a row of the block sees]
+            hidden = ~seen[:, keys]
+            pages, slots = block_table[seq].long()[keys // page_size], keys % page_size
+            for kv_head in range(kv_heads):
+                heads = slice(kv_head * group, (kv_head + 1) * group)
+                k = k_cache[pages, slots, kv_head].double()  # [keys, qk_dim]
+                v = v_cache[pages, slots, kv_head].double()  # [keys, v_dim]
+                scores = torch.einsum("rhd,nd->rhn", q[first + rows, heads].double(), k) * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    distance = (positions[:, None] - keys[None, :]).abs()[:, None, :]
+                    scores = scores - alibi_slopes[heads].double()[:, None] * distance
+                scores = scores.masked_fill(hidden[:, None, :], -torch.inf)
+                block_lse = torch.logsumexp(scores, dim=-1)  # -inf without a key
+                if sinks is not None:
+                    with_sink = torch.logaddexp(block_lse, sinks[heads].double())
+                    block_lse = torch.where(block_lse == -torch.inf, block_lse, with_sink)
                 shift = torch.where(block_lse == -torch.inf, 0.0, block_lse)
                 weights = torch.exp(scores - shift[..., None])  # rows without a visible key: all 0
-                out[first + rows, heads] = torch.einsum("rhn,nd->rhd", weights, values)
+                out[first + rows, heads] = torch.einsum("rhn,nd->rhd", weights, v)
                 lse[first + rows, heads] = block_lse
     return out, lse
+
+
+def visible(
+    positions: torch.Tensor,
+    n: int,
+    mask: str = "causal",
+    sliding_window: int | None = None,
+    chunk: int | None = None,
+    ranges: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which of the keys j = 0 .. n - 1 the rows at `positions` [rows] see: bool [rows, n].
+
+    "bidirectional": all. "causal": j <= i; with `sliding_window` W also i - W < j, so W keys with the own
+    one; with `chunk` C also j // C == i // C. `ranges` [ranges, 2]: key and row both in one [start, end) see
+    each other whatever the rest says; start >= end is empty.
+    """
+    if mask not in ("causal", "bidirectional"):
+        raise ValueError(f"mask: got {mask!r}; the reference knows 'causal' and 'bidirectional'")
+    i, j = positions[:, None], torch.arange(n, device=positions.device)[None, :]
+    if mask == "bidirectional":
+        if sliding_window is not None or chunk is not None:
+            raise ValueError("sliding_window and chunk: got mask 'bidirectional'; they need 'causal'")
+        return (j >= 0).expand(len(positions), n)
+    seen = j <= i
+    if sliding_window is not None:
+        seen = seen & (i - sliding_window < j)
+    if chunk is not None:
+        seen = seen & (j // chunk == i // chunk)
+    for start, end in [] if ranges is None else ranges.tolist():
+        seen = seen | ((start <= i) & (i < end) & (start <= j) & (j < end))
+    return seen
 
 
 def append_kv(
@@ -80,17 +130,37 @@ def append_kv(
     v_cache: torch.Tensor,
     *,
     slot_mapping: torch.Tensor,
+    layout: str = "NHD",
 ) -> None:
     """Write k [tokens, kv_heads, qk_dim] and v [tokens, kv_heads, v_dim] into the caches, in place.
 
     slot_mapping int64 [tokens]: slot = page * page_size + offset; a slot that is negative or past the cache
-    is skipped.
+    is skipped. `layout` as in `attention`.
     """
+    if layout == "HND":
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     page_size = k_cache.shape[1]
     kept = torch.nonzero((slot_mapping >= 0) & (slot_mapping < k_cache.shape[0] * page_size)).flatten()
     pages, offsets = slot_mapping[kept] // page_size, slot_mapping[kept] % page_size
     k_cache[pages, offsets] = k[kept].to(k_cache.dtype)
     v_cache[pages, offsets] = v[kept].to(v_cache.dtype)
+
+
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, style: str
+) -> torch.Tensor:
+    """Rotary embedding (Su et al., RoFormer, 2021) of x `[tokens, heads, dim]` in float64.
+
+    cos, sin `[rows, rotary_dim / 2]`, row positions[t] for token t. Style "half" turns elements d and d + rotary_dim / 2
+    by angle d, "interleaved" elements 2d and 2d + 1; what lies behind the leading rotary_dim elements stays.
+    """
+    half = cos.shape[1]
+    c, s = cos.double()[positions][:, None], sin.double()[positions][:, None]  # [tokens, 1, half]
+    out = x.double().clone()
+    first, second = (slice(0, half), slice(half, 2 * half)) if style == "half" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    a, b = out[..., first].clone(), out[..., second].clone()
+    out[..., first], out[..., second] = a * c - b * s, a * s + b * c
+    return out
 
 
 def merge_states(

@@ -5,9 +5,11 @@ never writes.
 import torch
 from torch import Tensor
 
-from .checks import bad
 from .errors import ArgumentError
+from .extras import ABSENT
 from .geometry import Geometry, Limits
+from .refusals import bad
+from .visibility import spans
 
 
 def check_values(
@@ -20,11 +22,14 @@ def check_values(
     cu_seqlens_q: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    extras: tuple | None,
 ) -> None:
-    """Check lengths, offsets and page ids of one attention call whose shapes are already checked.
+    """Check lengths, offsets, page ids and feature tensors of one attention call whose shapes are already
+    checked.
 
     Raises ArgumentError naming the sequence; also when a graph is being captured, as nothing can be read
-    then. A sequence with more queries than keys is legal: its first rows see no key.
+    then. A sequence with more queries than keys is legal: its first rows see no key. Page ids left of every
+    row's window or chunk may be anything.
     """
     if seq_lens.is_cuda:
         with torch.cuda.device(seq_lens.device):
@@ -59,19 +64,39 @@ def check_values(
     if max_seqlen_k is not None and (seq := _first(keys > max_seqlen_k)) is not None:
         came = f"is {max_seqlen_k}, but sequence {seq} has {int(keys[seq])} keys"
         bad("attention", "max_seqlen_k", came, "a bound of every sequence")
+    sinks, slopes, ranges = extras or ABSENT
+    if ranges is not None:
+        ranges = ranges.cpu().long()
+        _check_ranges(ranges, keys)
+    for name, values in (("sinks", sinks), ("alibi_slopes", slopes)):
+        if values is not None and (head := _first(values.cpu().isnan())) is not None:
+            bad("attention", name, f"is nan at head {head}", "a number")
     used = torch.where(queries > 0, -(-keys // geometry.page_size), 0)
+    unseen = torch.zeros_like(used)
+    if geometry.reach is not None:
+        for seq in used.nonzero().flatten().tolist():
+            own = None if ranges is None else ranges[seq]
+            first, end = spans(geometry, int(queries[seq]), int(keys[seq]), own)
+            unseen[seq] = first[first < end].min() // geometry.page_size if (first < end).any() else used[seq]
     table = block_table.cpu()
-    visible = torch.arange(table.shape[1]) < used[:, None]
+    columns = torch.arange(table.shape[1])
+    visible = (columns < used[:, None]) & (columns >= unseen[:, None])
     wrong = (visible & ((table < 0) | (table >= pages))).nonzero()
     if len(wrong):
         seq, column = wrong[0].tolist()
         came = f"has page {int(table[seq, column])} at [{seq}, {column}]"
-        bad(
-            "attention",
-            "block_table",
-            came,
-            f"0 to {pages - 1} for the {int(keys[seq])} keys of the sequence",
-        )
+        need = f"0 to {pages - 1} for the {int(keys[seq])} keys of the sequence"
+        bad("attention", "block_table", came, need)
+
+
+def _check_ranges(ranges: Tensor, keys: Tensor) -> None:
+    start, end = ranges.unbind(-1)
+    wrong = ((start < end) & ((start < 0) | (end > keys[:, None]))).nonzero()
+    if len(wrong):
+        seq, place = wrong[0].tolist()
+        came = f"is {ranges[seq, place].tolist()} at [{seq}, {place}]"
+        need = f"0 <= start and end <= {int(keys[seq])}, the keys of the sequence (start >= end is empty)"
+        bad("attention", "prefix_ranges", came, need)
 
 
 def _first(wrong: Tensor) -> int | None:

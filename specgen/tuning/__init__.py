@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
+from specgen.target import Target
 from specgen.variant import Config, Geometry, next_power_of_two
 
 _FILE = Path(__file__).with_name("configs.yaml")
@@ -15,18 +16,25 @@ def _rows() -> dict:
     return YAML(typ="safe", pure=True).load(_FILE.read_text(encoding="utf-8"))
 
 
-def candidates(family: str, geometry: Geometry, vendor: str, aligned: bool, max_query_len: int | None) -> list[Config]:
-    """Configurations of `family` for this geometry on GPUs of `vendor`, the preferred first. Never empty for a legal geometry."""
+def candidates(
+    family: str, geometry: Geometry, target: Target, aligned: bool, max_query_len: int | None
+) -> list[Config]:
+    """Configurations of `family` for this geometry on `target`, the preferred first. Never empty for a legal geometry."""
     # Merging reads no key: its choice may not depend on qk_dim, or two kernels would claim one dispatch row.
     widest = geometry.block_v if family == "merge_states" else max(geometry.block_qk, geometry.block_v)
+    facts = {
+        "arch": target.arch,
+        "vendor": target.vendor,
+        "itemsize": geometry.itemsize,
+        "aligned": aligned,
+        "plain": geometry.plain,
+    }
     found = []
     for row in _rows()[family]:
-        when = row["for"]
-        if geometry.itemsize != when.get("itemsize", geometry.itemsize):
+        when = dict(row["for"])
+        if widest > when.pop("max_dim", widest):
             continue
-        if widest > when.get("max_dim", widest) or vendor != when.get("vendor", vendor):
-            continue
-        if aligned != when.get("aligned", aligned):
+        if any(facts[name] not in (value if isinstance(value, list) else [value]) for name, value in when.items()):
             continue
         block_m = row["block_m"]
         if family == "decode":

@@ -1,5 +1,5 @@
-"""Fault rows 1, 4, 5, 7, 9, 10, 14, 15, 20, 21, 22 and 24 on a GPU, over installed packages built from
-tests/gpu/specs.py.
+"""Fault rows 1 to 7, 9 to 12, 14, 15 and 20 to 24 on a GPU, over installed packages built from
+tests/gpu/specs.py; the rows of windows, sinks and the like are in feature_faults.py.
 
     python tests/gpu/specs.py build/fault_specs && (specgen build each, pip install each)
     python tests/gpu/faults.py                     # every faults_* package found
@@ -25,6 +25,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import torch
+from feature_faults import feature_rows
 
 NAN, INF = float("nan"), float("inf")
 ROW_OF_BATCH = {
@@ -36,6 +37,9 @@ ROW_OF_BATCH = {
     "groups": "10 group size",
     "surplus_programs": "15 surplus programs",
     "page_sizes": "24 page size",
+    "reach_rows": "11 window edge",
+    "reach_tiles": "3 hidden tile",
+    "reach_prefill": "11 window edge",
 }
 
 
@@ -103,19 +107,8 @@ class Subject:
 
     def cases(self):
         """A Case per layer and head counts; the symbol is left to the dispatch."""
-        layers = {layer["name"]: layer for layer in self.manifest["layers"]}
-        for layer, query_heads, kv_heads in dict.fromkeys(
-            (r.layer, r.query_heads, r.kv_heads) for r in self.rows
-        ):
-            facts = {
-                name: layers[layer][name]
-                for name in ("dtype", "qk_dim", "v_dim", "page_size", "mask", "scale")
-            }
-            limits = {
-                name: self.manifest["limits"][name] for name in ("max_seqs", "max_seq_len", "max_tokens")
-            }
-            heads = dict(query_heads=query_heads, kv_heads=kv_heads)
-            yield self.testing.Case(symbol="", family="attention", layer=layer, **heads, **facts, **limits)
+        for heads in dict.fromkeys((r.layer, r.query_heads, r.kv_heads) for r in self.rows):
+            yield self.testing.Case.of_layer(self.manifest, *heads)
 
     def call(self, pool, **options):
         return self.package.attention(**pool.arguments(), **options)
@@ -165,9 +158,7 @@ class Subject:
         pool = self.testing.Pool(case, self.device, [batch])
         pool.load(batch, fill=NAN, values="positions")
         self.call(pool)
-        tables = dict(block_table=pool.block_table, seq_lens=pool.seq_lens, cu_seqlens_q=pool.cu_seqlens_q)
-        expected, _ = self.reference.attention(pool.q, pool.k_cache, pool.v_cache, **tables, mask=case.mask)
-        off = (pool.result().double() - expected).abs().max().item()
+        off = (pool.result().double() - pool.expected()[0]).abs().max().item()
         assert off < 0.25, f"{case.layer}: a mean of visible positions is off by {off}"
         return off
 
@@ -200,7 +191,7 @@ class Subject:
         self.package.append_kv(k, v, pool.k_cache, pool.v_cache, slot_mapping=slots, layer=case.layer)
         for new, cache in ((k, pool.k_cache), (v, pool.v_cache)):
             assert torch.equal(
-                cache[slots // case.page_size, slots % case.page_size], new
+                pool.by_slot(cache)[slots // case.page_size, slots % case.page_size], new
             ), "append_kv missed a far page"
         return 0.0
 
@@ -227,18 +218,17 @@ class Subject:
 def sweep(table: Table, subject: Subject) -> None:
     """Rows 1, 4, 5, 9, 10, 15, 24: every batch on every layer; large batches in one layout only."""
     for case in subject.cases():
-        for batch in subject.testing.BATCHES:
+        for batch in (*subject.testing.BATCHES, *subject.testing.edge_batches(case)):
             row = ROW_OF_BATCH.get(batch.name, "0 other batches")
+            if case.chunk and batch.name.startswith("reach"):
+                row = "23 chunk"
             for layout in ("plain",) if batch.large else subject.testing.LAYOUTS:
                 label = f"{case.layer}, {batch.name}, {layout}"
                 table.run(row, subject.name, label, lambda: subject.check_batch(case, batch, layout))
-        uniform = subject.testing.Batch("positions", ((1, 39), (40, 0), (7, 33), (17, 80)))
-        table.run(
-            "1 stale bytes",
-            subject.name,
-            f"{case.layer}, positions",
-            lambda: subject.check_positions(case, uniform),
-        )
+        if not (case.sinks or case.alibi):  # a mean of positions
+            uniform = subject.testing.Batch("positions", ((1, 39), (40, 0), (7, 33), (17, 80)))
+            label = f"{case.layer}, positions"
+            table.run("1 stale bytes", subject.name, label, lambda: subject.check_positions(case, uniform))
         table.run(
             "4 empty split", subject.name, f"{case.layer}, merge", lambda: subject.check_empty_merge(case)
         )
@@ -363,6 +353,7 @@ def main() -> int:
     for name in names:
         subject = Subject(name)
         sweep(table, subject)
+        feature_rows(table, subject)
         far_pages(table, subject)
         processes(table, subject)
         mode = "triton" in sys.modules and getattr(sys.modules["triton"], "__file__", None)

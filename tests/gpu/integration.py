@@ -22,11 +22,7 @@ class Subject:
         self.testing = importlib.import_module(f"{name}.runtime.testing")
         row = importlib.import_module(f"{name}.dispatch").ATTENTION_ROWS[0]
         manifest = self.package._package.manifest
-        layer = next(each for each in manifest["layers"] if each["name"] == row.layer)
-        facts = {name: layer[name] for name in ("dtype", "qk_dim", "v_dim", "page_size", "mask", "scale")}
-        limits = {name: manifest["limits"][name] for name in ("max_seqs", "max_seq_len", "max_tokens")}
-        heads = dict(query_heads=row.query_heads, kv_heads=row.kv_heads)
-        self.case = self.testing.Case(symbol="", family="attention", layer=row.layer, **heads, **facts, **limits)
+        self.case = self.testing.Case.of_layer(manifest, row.layer, row.query_heads, row.kv_heads)
 
     def pool(self, device, sequences=((1, 700), (17, 90), (3, 20), (1, 0))):
         batch = self.testing.Batch("integration", sequences)
@@ -112,7 +108,10 @@ def check_devices(a: Subject, b: Subject) -> None:
         graph.replay()
         torch.cuda.synchronize()
     a.right(pool, "graph on the second device")
-    k, v = (torch.randn(2, a.case.kv_heads, d, device="cuda:1").to(a.case.torch_dtype) for d in (a.case.qk_dim, a.case.v_dim))
+    k, v = (
+        torch.randn(2, a.case.kv_heads, d, device="cuda:1").to(a.case.torch_dtype)
+        for d in (a.case.qk_dim, a.case.v_dim)
+    )
     slots = torch.tensor([0, 3], device="cuda:1")
     a.package.append_kv(k, v, pool.k_cache, pool.v_cache, slot_mapping=slots, layer=a.case.layer)
     assert torch.equal(pool.k_cache[0, 0], k[0]) and torch.equal(pool.v_cache[0, 3], v[1])
@@ -156,7 +155,9 @@ def check_compile(a: Subject, b: Subject) -> None:
             return step(*tensors)
 
     exported = torch.export.export(Step(), tuple(values))
-    assert torch.equal(exported.module()(*values)[: pool.total], eager), "the exported program differs from eager"
+    assert torch.equal(
+        exported.module()(*values)[: pool.total], eager
+    ), "the exported program differs from eager"
 
 
 CHECKS = (check_streams, check_threads, check_side_by_side, check_devices, check_opcheck, check_compile)
@@ -177,7 +178,9 @@ def main() -> int:
             except Exception:  # noqa: BLE001 - reported
                 failed += 1
                 print(f"{check.__name__[6:]:16} FAILED\n{traceback.format_exc()[-1500:]}", flush=True)
-    for text in dict.fromkeys(str(w.message) for w in caught if "SPECGEN" in str(w.message) or "ctypes" in str(w.message)):
+    for text in dict.fromkeys(
+        str(w.message) for w in caught if "SPECGEN" in str(w.message) or "ctypes" in str(w.message)
+    ):
         print(f"warned: {text[:300]}")
     return int(failed > 0)
 

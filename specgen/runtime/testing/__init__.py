@@ -5,7 +5,7 @@ checks.py. Nothing here is imported by the package's own functions. Needs torch;
 interpreter.
 """
 
-from .cases import BATCHES, Batch, Case, fit
+from .cases import BATCHES, Batch, Case, edge_batches, fit
 from .checks import (
     assert_counters_clear,
     assert_matches,
@@ -39,6 +39,7 @@ __all__ = [
     "check_merge_states",
     "device_arch",
     "device_for",
+    "edge_batches",
     "fit",
     "poisoned_workspace",
     "skip_reason",

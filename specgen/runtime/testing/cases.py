@@ -4,7 +4,7 @@ its kind.
 Nouns: plain data and the clipping of a batch to a package's limits. Imports torch only for dtypes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -31,10 +31,29 @@ class Case:
     page_size: int = 0
     mask: str = "causal"
     scale: float | None = None
+    sliding_window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    prefix_ranges: bool = False
+    cross: bool = False
+    layout: str = "NHD"  # of the caches: "NHD" | "HND"
+    rotary_dim: int | None = None  # append_kv rotates so many leading elements
+    rotary_style: str | None = None  # "half" | "interleaved"
     aligned: bool = True
     max_seqs: int = 1
     max_seq_len: int = 1
     max_tokens: int = 1
+
+    @classmethod
+    def of_layer(cls, manifest: dict, layer: str, query_heads: int, kv_heads: int) -> "Case":
+        """A case of a manifest's layer at a rank's head counts, of no one specialization (symbol "")."""
+        names = {field.name for field in fields(cls)} - {"layer", "query_heads", "kv_heads"}
+        facts = next(entry for entry in manifest["layers"] if entry["name"] == layer) | manifest["limits"]
+        known = {name: value for name, value in facts.items() if name in names}
+        heads = dict(query_heads=query_heads, kv_heads=kv_heads)
+        return cls(symbol="", family="attention", layer=layer, **heads, **known)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -45,6 +64,17 @@ class Case:
     def itemsize(self) -> int:
         """Bytes per element."""
         return self.torch_dtype.itemsize
+
+    @property
+    def reach(self) -> int | None:
+        """Keys of a window or a chunk; None without one."""
+        return self.sliding_window or self.chunk
+
+    @property
+    def formula(self) -> dict:
+        """What `reference.attention` needs to know besides tensors."""
+        names = ("mask", "scale", "sliding_window", "chunk", "softcap", "layout")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -89,6 +119,28 @@ BATCHES: tuple[Batch, ...] = (
     Batch("long", ((1, 20000), (1, 0), (2, 1300), (4, 5000)), large=True),
     Batch("many", tuple((1 + i % 3, (i * 131) % 700) for i in range(200)), large=True),
 )
+
+INTERPRETED_REACH = 160  # longer windows and chunks are batches for a GPU: the interpreter is slow
+
+
+def edge_batches(case: Case) -> tuple[Batch, ...]:
+    """Batches at the edges of the case's window or chunk, by its size; the same names for every size."""
+    if case.reach is None:
+        return ()
+    r, large = case.reach, case.reach > INTERPRETED_REACH
+    return (
+        # One row whose first key, or whose chunk, just begins, and rows far behind it.
+        Batch(
+            "reach_rows",
+            ((1, r - 2), (1, r - 1), (1, r), (1, r + 1), (1, 3 * r + 7), (1, 2 * r)),
+            large=large,
+        ),
+        # Some rows of a tile see a key tile of which others see nothing.
+        Batch("reach_tiles", ((17, 2 * r + 11), (3, r + 40), (8, r - 1), (1, 5)), large=large),
+        # A whole first prefill across the edge, and a chunk of a prefill.
+        Batch("reach_prefill", ((r + 25, 0), (33, r + 3), (1, 2 * r + 1)), large=large),
+    )
+
 
 # Batches that one captured graph replays; it is captured with the first. (0, 0) is a dead sequence.
 DECODE_REPLAYS: tuple[Batch, ...] = (

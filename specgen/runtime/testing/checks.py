@@ -15,7 +15,7 @@ import torch
 
 from .. import reference
 from ..device import Device
-from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, fit
+from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, edge_batches, fit
 from .pools import CANARY, Pool, bits
 
 NAN, INF = float("nan"), float("inf")
@@ -48,7 +48,7 @@ def batches(case: Case) -> list[str]:
     """Names of the batches that `check_attention` takes for this case on this machine, for
     pytest.mark.parametrize.
     """
-    return [batch.name for batch in BATCHES if torch.cuda.is_available() or not batch.large]
+    return [batch.name for batch in _known(case) if torch.cuda.is_available() or not batch.large]
 
 
 def token_counts(case: Case) -> list[int]:
@@ -66,7 +66,7 @@ def check_attention(package, case: Case, batch: str) -> None:
     that start one element off and have odd strides. In the interpreter, only the first such row.
     """
     device = device_for(case)
-    named = {known.name: known for known in BATCHES}[batch]
+    named = {known.name: known for known in _known(case)}[batch]
     rows = _attention_rows(package, case, device)
     for row in rows if device.type == "cuda" else rows[:1]:
         fitted = fit(named, case, row.max_query_len)
@@ -143,12 +143,28 @@ def check_append_kv(package, case: Case, tokens: int) -> None:
         slots[3::7] = slot_count + 1  # past the cache: skipped as well
         slots = slots.to(device)
         expected = Pool(case, device, [Batch("slots", ((0, max(1, tokens)),))], layout)
-        reference.append_kv(k, v, *expected.poison_caches(), slot_mapping=slots)
-        package.append_kv(k, v, *pool.poison_caches(), slot_mapping=slots, layer=case.layer)
+        label = f"{case.symbol}, {tokens} tokens, layout {layout}"
+        if case.rotary_dim is None:
+            reference.append_kv(k, v, *expected.poison_caches(), slot_mapping=slots, layout=case.layout)
+            package.append_kv(k, v, *pool.poison_caches(), slot_mapping=slots, layer=case.layer)
+        else:
+            rotary = _new_rotary(case, device, tokens, layout)
+            turned = [
+                reference.rotate(x, rotary["positions"], rotary["cos"], rotary["sin"], case.rotary_style).to(
+                    k.dtype
+                )
+                for x in (k, rotary["q"])
+            ]
+            reference.append_kv(
+                turned[0], v, *expected.poison_caches(), slot_mapping=slots, layout=case.layout
+            )
+            q_out = package.append_kv(
+                k, v, *pool.poison_caches(), slot_mapping=slots, layer=case.layer, **rotary
+            )
+            assert _alike(q_out, turned[1]), f"{label}: rotated queries differ"
         for ours, theirs in zip(pool.cache_memory(), expected.cache_memory()):
-            assert torch.equal(
-                bits(ours), bits(theirs)
-            ), f"{case.symbol}, {tokens} tokens, layout {layout}: caches differ"
+            same = torch.equal(bits(ours), bits(theirs)) if case.rotary_dim is None else _alike(ours, theirs)
+            assert same, f"{label}: caches differ"
 
 
 def check_merge_states(package, case: Case, tokens: int) -> None:
@@ -181,11 +197,7 @@ def assert_matches(pool: Pool, lse: torch.Tensor | None, label: str) -> referenc
     errors.
     """
     case = pool.case
-    tables = dict(block_table=pool.block_table, seq_lens=pool.seq_lens, cu_seqlens_q=pool.cu_seqlens_q)
-    q = pool.q[: pool.total]
-    expected, expected_lse = reference.attention(
-        q, pool.k_cache, pool.v_cache, **tables, mask=case.mask, scale=case.scale
-    )
+    expected, expected_lse = pool.expected()
     found = reference.errors(
         pool.result(), expected, None if lse is None else lse[: pool.total], expected_lse
     )
@@ -215,6 +227,10 @@ def device_arch(package, device: torch.device) -> str:
     directory = Path(package.__file__).parent
     manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
     return Device.open(directory, manifest, device).arch
+
+
+def _known(case: Case) -> tuple[Batch, ...]:
+    return (*BATCHES, *edge_batches(case))
 
 
 def _rows(package, case: Case, device: torch.device, table: str, **fields) -> list:
@@ -264,6 +280,25 @@ def _min_tokens(batch: Batch, row, case: Case) -> int:
     if not batch.sequences:
         return 0
     return min(case.max_tokens, max(batch.tokens + 3, row.min_query_len))
+
+
+def _new_rotary(case: Case, device: torch.device, tokens: int, layout: str) -> dict[str, torch.Tensor]:
+    """Queries, positions and tables for a rotary append_kv; "odd" queries start one element off."""
+    generator = torch.Generator(device).manual_seed(2)
+    odd = int(layout == "odd")
+    shape = (tokens, case.query_heads, case.qk_dim)
+    flat = torch.randn(torch.Size(shape).numel() + odd, generator=generator, device=device).to(
+        case.torch_dtype
+    )
+    angles = 6.3 * torch.rand(97, case.rotary_dim // 2, generator=generator, device=device)
+    positions = torch.randint(0, 97, (tokens,), generator=generator, device=device)
+    return dict(q=flat[odd:].view(shape), positions=positions, cos=angles.cos(), sin=angles.sin())
+
+
+def _alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Equal bits (canaries, whatever they spell), or one rounding apart: products of float32 against float64."""
+    close = torch.isclose(ours.float(), theirs.float(), rtol=2 * torch.finfo(ours.dtype).eps, atol=1e-6)
+    return bool((close | (bits(ours) == bits(theirs))).all())
 
 
 def _new_keys(

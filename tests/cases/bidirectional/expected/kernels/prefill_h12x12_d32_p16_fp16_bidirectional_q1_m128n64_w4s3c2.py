@@ -6,9 +6,8 @@ Takes every sequence with more than 1 query rows, whole or in chunks. A row bloc
 key/value head: BLOCK_M rows are consecutive (token, head) pairs. Programs walk the blocks of all sequences in turn;
 within a sequence the last block, which sees the most keys, comes first.
 
-
 Launch: a constant grid of multiprocessors x 2, 4 warps, 3 stages.
-Tuning: default, not measured for this geometry
+Tuning: default, not measured for this geometry.
 Alignment: pointers of 16 bytes and strides of 16 bytes are promised by the dispatch row.
 """
 
@@ -53,22 +52,26 @@ def _attend_tile(
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     keys = first_key + tl.arange(0, TILE_N)  # [TILE_N] key positions in the sequence
     if MASKED:
-        # Page ids behind the sequence are never read, and its stale slots never reach the sums: V is
+        # Nothing behind the sequence is read (page ids least of all), and nothing hidden reaches the sums: V is
         # zero-filled because 0 x NaN is NaN, and a hidden score is replaced, not added to.
         present = keys < kv_len  # [TILE_N]
         pages = tl.load(page_ids_ptr + keys // PAGE_SIZE, mask=present, other=0).to(tl.int64)
     else:
         pages = tl.load(page_ids_ptr + keys // PAGE_SIZE).to(tl.int64)
     slots = (keys % PAGE_SIZE).to(tl.int64)  # [TILE_N]
-    k_ptrs = k_ptr + (pages * k_stride_page + slots * k_stride_slot)[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
-    v_ptrs = v_ptr + (pages * v_stride_page + slots * v_stride_slot)[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
+    k_rows = pages * k_stride_page + slots * k_stride_slot  # [TILE_N]
+    v_rows = pages * v_stride_page + slots * v_stride_slot  # [TILE_N]
+    k_ptrs = k_ptr + k_rows[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
+    v_ptrs = v_ptr + v_rows[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
     if MASKED:
         k = tl.load(k_ptrs, mask=present[None, :], other=0.0)
     else:
         k = tl.load(k_ptrs)
     scores = tl.dot(q, k)  # [BLOCK_M, TILE_N] f32, not yet scaled
     if MASKED:
-        scores = tl.where(present[None, :], scores, float("-inf"))
+        visible = present[None, :]
+
+        scores = tl.where(visible, scores, float("-inf"))
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2E)  # [BLOCK_M]
     if MASKED:
@@ -94,13 +97,14 @@ def _store_rows(
 ):
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     empty = row_sum == 0.0  # [BLOCK_M]
-    out = acc / tl.where(empty, 1.0, row_sum)[:, None]  # [BLOCK_M, BLOCK_V]
+    divisor = tl.where(empty, 1.0, row_sum)  # [BLOCK_M]
+    out = acc / divisor[:, None]  # [BLOCK_M, BLOCK_V]
     tl.store(
         out_ptr + (tokens * out_stride_token + heads * out_stride_head)[:, None] + v_dims[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=row_live[:, None],
     )
-    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * LN2)  # [BLOCK_M]
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(divisor)) * LN2)  # [BLOCK_M]
     tl.store(lse_ptr + tokens * QUERY_HEADS + heads, lse, mask=row_live & (store_lse != 0))
 
 
@@ -156,8 +160,8 @@ def prefill_h12x12_d32_p16_fp16_bidirectional_q1_m128n64_w4s3c2(
         query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
         kv_len = tl.maximum(tl.minimum(tl.load(seq_lens_ptr + seq).to(tl.int64), table_keys), 0).to(tl.int32)
         page_ids_ptr = block_table_ptr + seq.to(tl.int64) * block_table_stride
-        k_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_cache_stride_head
-        v_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_cache_stride_head
+        k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_cache_stride_head
+        v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_cache_stride_head
 
         rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         row_live = rows < query_len * GROUP
@@ -174,9 +178,9 @@ def prefill_h12x12_d32_p16_fp16_bidirectional_q1_m128n64_w4s3c2(
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
-        visible = kv_len
-        full_tiles = kv_len // TILE_N
-        for key_tile in tl.range(0, full_tiles, num_stages=NUM_STAGES):
+        right = kv_len
+        full_end = kv_len // TILE_N
+        for key_tile in tl.range(0, full_end, num_stages=NUM_STAGES):
             acc, row_max, row_sum = _attend_tile(
                 acc,
                 row_max,
@@ -185,8 +189,8 @@ def prefill_h12x12_d32_p16_fp16_bidirectional_q1_m128n64_w4s3c2(
                 key_tile * TILE_N,
                 kv_len,
                 page_ids_ptr,
-                k_ptr,
-                v_ptr,
+                k_head_ptr,
+                v_head_ptr,
                 k_cache_stride_page,
                 k_cache_stride_slot,
                 v_cache_stride_page,
@@ -194,7 +198,7 @@ def prefill_h12x12_d32_p16_fp16_bidirectional_q1_m128n64_w4s3c2(
                 MASKED=False,
             )
 
-        for key_tile in tl.range(full_tiles, tl.cdiv(visible, TILE_N), num_stages=NUM_STAGES):
+        for key_tile in tl.range(full_end, tl.cdiv(right, TILE_N), num_stages=NUM_STAGES):
             acc, row_max, row_sum = _attend_tile(
                 acc,
                 row_max,
@@ -203,8 +207,8 @@ def prefill_h12x12_d32_p16_fp16_bidirectional_q1_m128n64_w4s3c2(
                 key_tile * TILE_N,
                 kv_len,
                 page_ids_ptr,
-                k_ptr,
-                v_ptr,
+                k_head_ptr,
+                v_head_ptr,
                 k_cache_stride_page,
                 k_cache_stride_slot,
                 v_cache_stride_page,

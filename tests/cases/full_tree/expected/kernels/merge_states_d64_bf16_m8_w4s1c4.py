@@ -5,9 +5,8 @@
 out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), lse = log(e^lse_a + e^lse_b). A state that saw no key has lse -inf
 and weight 0, whatever its output holds; two such states give (0, -inf).
 
-
 Launch: a constant grid of multiprocessors x 4, 4 warps, 1 stages.
-Tuning: default, not measured for this geometry
+Tuning: default, not measured for this geometry.
 Alignment: pointers of 16 bytes are promised by the dispatch row.
 """
 

@@ -2,13 +2,12 @@
 # Do not edit: change the spec or templates/kernels/decode.py.jinja and run `specgen build`.
 """Paged decode, 14 query heads over 2 key/value heads, head size 36, float32, causal, pages of 1.
 
-Takes every sequence with 1 to 4 query rows. The linearised space (sequence, key/value head, row block, key tile)
+Takes every sequence with at most 4 query row(s). The linearised space (sequence, key/value head, row block, key tile)
 is cut into equal shares, one per program, planned from the lengths on the device. An item that spans programs leaves
 partial states in scratch; the last program to arrive merges them in order, so the result does not depend on timing.
 
-
 Launch: a constant grid of multiprocessors x 2, 4 warps, 2 stages.
-Tuning: default, not measured for this geometry
+Tuning: default: the largest float32 tile that spills on no architecture.
 Alignment: pointers of 16 bytes and strides of 16 bytes are promised by the dispatch row.
 """
 
@@ -54,22 +53,27 @@ def _attend_tile(
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     keys = first_key + tl.arange(0, TILE_N)  # [TILE_N] key positions in the sequence
     if MASKED:
-        # Page ids behind the sequence are never read, and its stale slots never reach the sums: V is
+        # Nothing behind the sequence is read (page ids least of all), and nothing hidden reaches the sums: V is
         # zero-filled because 0 x NaN is NaN, and a hidden score is replaced, not added to.
         present = keys < kv_len  # [TILE_N]
         pages = tl.load(page_ids_ptr + keys // PAGE_SIZE, mask=present, other=0).to(tl.int64)
     else:
         pages = tl.load(page_ids_ptr + keys // PAGE_SIZE).to(tl.int64)
     slots = (keys % PAGE_SIZE).to(tl.int64)  # [TILE_N]
-    k_ptrs = k_ptr + (pages * k_stride_page + slots * k_stride_slot)[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
-    v_ptrs = v_ptr + (pages * v_stride_page + slots * v_stride_slot)[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
+    k_rows = pages * k_stride_page + slots * k_stride_slot  # [TILE_N]
+    v_rows = pages * v_stride_page + slots * v_stride_slot  # [TILE_N]
+    k_ptrs = k_ptr + k_rows[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
+    v_ptrs = v_ptr + v_rows[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
     if MASKED:
         k = tl.load(k_ptrs, mask=present[None, :] & (qk_dims < QK_DIM)[:, None], other=0.0)
     else:
         k = tl.load(k_ptrs, mask=(qk_dims < QK_DIM)[:, None], other=0.0)
     scores = tl.dot(q, k, input_precision="ieee")  # [BLOCK_M, TILE_N] f32, not yet scaled
     if MASKED:
-        scores = tl.where(present[None, :] & (keys[None, :] <= positions[:, None]), scores, float("-inf"))
+        visible = keys[None, :] <= positions[:, None]  # [BLOCK_M, TILE_N]
+        visible = present[None, :] & visible
+
+        scores = tl.where(visible, scores, float("-inf"))
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2E)  # [BLOCK_M]
     if MASKED:
@@ -95,13 +99,14 @@ def _store_rows(
 ):
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     empty = row_sum == 0.0  # [BLOCK_M]
-    out = acc / tl.where(empty, 1.0, row_sum)[:, None]  # [BLOCK_M, BLOCK_V]
+    divisor = tl.where(empty, 1.0, row_sum)  # [BLOCK_M]
+    out = acc / divisor[:, None]  # [BLOCK_M, BLOCK_V]
     tl.store(
         out_ptr + (tokens * out_stride_token + heads * out_stride_head)[:, None] + v_dims[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=row_live[:, None] & (v_dims < V_DIM)[None, :],
     )
-    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(tl.where(empty, 1.0, row_sum))) * LN2)  # [BLOCK_M]
+    lse = tl.where(empty, float("-inf"), (row_max + tl.log2(divisor)) * LN2)  # [BLOCK_M]
     tl.store(lse_ptr + tokens * QUERY_HEADS + heads, lse, mask=row_live & (store_lse != 0))
 
 
@@ -149,7 +154,8 @@ def decode_h14x2_d36_p1_fp32_causal_q4_m16n32_w4s2c2(
 
     decodes = (query_lens >= 1) & (query_lens <= MAX_QUERY_LEN)
     row_blocks = tl.cdiv(query_lens * GROUP, BLOCK_M)  # [MAX_SEQS]
-    seq_tiles = tl.where(decodes, tl.maximum(tl.cdiv(kv_lens, TILE_N), 1) * row_blocks * KV_HEADS, 0)  # [MAX_SEQS]
+    key_tiles = tl.maximum(tl.cdiv(kv_lens, TILE_N), 1)  # [MAX_SEQS]
+    seq_tiles = tl.where(decodes, key_tiles * row_blocks * KV_HEADS, 0)  # [MAX_SEQS]
     seq_ends = tl.cumsum(seq_tiles, 0)  # [MAX_SEQS]
     total = tl.sum(seq_tiles, 0)
     share = tl.maximum(tl.cdiv(total, programs), 1)
@@ -161,7 +167,7 @@ def decode_h14x2_d36_p1_fp32_causal_q4_m16n32_w4s2c2(
         # The item that holds this tile: sequence, key/value head, row block.
         seq = tl.sum((seq_ends <= tile).to(tl.int32), 0)
         seq_start = tl.sum(tl.where(seqs == seq, seq_ends - seq_tiles, 0), 0)
-        item_tiles = tl.maximum(tl.cdiv(tl.sum(tl.where(seqs == seq, kv_lens, 0), 0), TILE_N), 1)
+        item_tiles = tl.sum(tl.where(seqs == seq, key_tiles, 0), 0)
         item = (tile - seq_start) // item_tiles
         kv_head = item % KV_HEADS
         row_block = item // KV_HEADS
@@ -169,8 +175,8 @@ def decode_h14x2_d36_p1_fp32_causal_q4_m16n32_w4s2c2(
         query_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
         kv_len = tl.maximum(tl.minimum(tl.load(seq_lens_ptr + seq).to(tl.int64), table_keys), 0).to(tl.int32)
         page_ids_ptr = block_table_ptr + seq.to(tl.int64) * block_table_stride
-        k_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_cache_stride_head
-        v_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_cache_stride_head
+        k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_cache_stride_head
+        v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_cache_stride_head
 
         item_start = seq_start + item * item_tiles
         first_tile = tile - item_start
@@ -180,7 +186,7 @@ def decode_h14x2_d36_p1_fp32_causal_q4_m16n32_w4s2c2(
         row_live = rows < query_len * GROUP
         tokens = (q_start + rows // GROUP).to(tl.int64)  # [BLOCK_M] index into q and out
         heads = kv_head * GROUP + rows % GROUP  # [BLOCK_M]
-        positions = kv_len - query_len + rows // GROUP  # [BLOCK_M] last key that the row sees
+        positions = kv_len - query_len + rows // GROUP  # [BLOCK_M] where the row sits among the keys
         qk_dims = tl.arange(0, BLOCK_QK)  # [BLOCK_QK]
         q = tl.load(
             q_ptr + (tokens * q_stride_token + heads * q_stride_head)[:, None] + qk_dims[None, :],
@@ -202,8 +208,8 @@ def decode_h14x2_d36_p1_fp32_causal_q4_m16n32_w4s2c2(
                 key_tile * TILE_N,
                 kv_len,
                 page_ids_ptr,
-                k_ptr,
-                v_ptr,
+                k_head_ptr,
+                v_head_ptr,
                 k_cache_stride_page,
                 k_cache_stride_slot,
                 v_cache_stride_page,

@@ -4,9 +4,8 @@
 
 Token t goes to slot slot_mapping[t] = page * page_size + offset. A negative slot is skipped, and so is one behind the pool.
 
-
 Launch: a constant grid of multiprocessors x 4, 4 warps, 1 stages.
-Tuning: default, not measured for this geometry
+Tuning: default, not measured for this geometry.
 Alignment: nothing is promised beyond the element.
 """
 
