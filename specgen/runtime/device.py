@@ -290,8 +290,8 @@ class InterpretDevice(Device):
         if os.environ.get("TRITON_INTERPRET") != "1":
             held = ", ".join(choice.archs(manifest))
             raise NoBinaryError(
-                "CPU tensors need TRITON_INTERPRET=1, set before the first import of a kernel; "
-                f"{manifest['package']} has binaries for {held}"
+                f"the tensors are on the CPU; needed: tensors on a GPU ({manifest['package']} has binaries for {held}), or, "
+                "to test without one, TRITON_INTERPRET=1 set before the process starts"
             )
         multiprocessors = _interpreter_multiprocessors()
         super().__init__(
@@ -299,7 +299,10 @@ class InterpretDevice(Device):
         )
 
     def _load(self, symbol: str, variant: dict) -> Kernel:
-        function = getattr(self._import(symbol, variant), symbol)
+        try:
+            function = getattr(self._import(symbol, variant), symbol)
+        except ModuleNotFoundError as error:
+            raise NoBinaryError(f"TRITON_INTERPRET=1 needs Triton >= 3.6, which does not import: {error}") from error
         if type(function).__name__ != "InterpretedFunction":
             raise NoBinaryError(
                 f"{symbol} was imported before TRITON_INTERPRET=1 was set; set it before the process starts"
