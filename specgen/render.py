@@ -58,6 +58,7 @@ def kernel_view(variant: Variant) -> dict:
         "mask_text": ", ".join([g.mask, *_mask_words(g)]),
         "causal": g.mask == "causal",
         "paged": variant.family != "varlen",
+        "unmasked_tiles": variant.family != "decode",
         "positional": g.mask == "causal" or g.alibi,
         "window": g.sliding_window,
         "chunk": g.chunk,

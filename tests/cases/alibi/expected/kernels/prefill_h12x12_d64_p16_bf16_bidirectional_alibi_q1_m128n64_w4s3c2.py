@@ -75,7 +75,6 @@ def _attend_tile(
     scores -= slopes[:, None] * tl.abs(positions[:, None] - keys[None, :])
     if MASKED:
         visible = present[None, :]
-
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))  # [BLOCK_M]
     if MASKED:

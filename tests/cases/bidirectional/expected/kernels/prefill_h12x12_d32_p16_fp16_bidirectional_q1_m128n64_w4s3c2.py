@@ -70,7 +70,6 @@ def _attend_tile(
     scores = tl.dot(q, k)  # [BLOCK_M, TILE_N] f32, not yet scaled
     if MASKED:
         visible = present[None, :]
-
         scores = tl.where(visible, scores, float("-inf"))
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2E)  # [BLOCK_M]

@@ -47,48 +47,33 @@ def _attend_tile(
     k_stride_slot,
     v_stride_page,
     v_stride_slot,
-    MASKED: tl.constexpr,
 ):
     qk_dims = tl.arange(0, BLOCK_QK)  # [BLOCK_QK]
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     keys = first_key + tl.arange(0, TILE_N)  # [TILE_N] key positions in the sequence
-    if MASKED:
-        # Nothing behind the sequence is read (page ids least of all), and nothing hidden reaches the sums: V is
-        # zero-filled because 0 x NaN is NaN, and a hidden score is replaced, not added to.
-        present = keys < kv_len  # [TILE_N]
-        pages = tl.load(page_ids_ptr + keys // PAGE_SIZE, mask=present, other=0).to(tl.int64)
-    else:
-        pages = tl.load(page_ids_ptr + keys // PAGE_SIZE).to(tl.int64)
+    # Nothing behind the sequence is read (page ids least of all), and nothing hidden reaches the sums: V is
+    # zero-filled because 0 x NaN is NaN, and a hidden score is replaced, not added to.
+    present = keys < kv_len  # [TILE_N]
+    pages = tl.load(page_ids_ptr + keys // PAGE_SIZE, mask=present, other=0).to(tl.int64)
     slots = (keys % PAGE_SIZE).to(tl.int64)  # [TILE_N]
     k_rows = pages * k_stride_page + slots * k_stride_slot  # [TILE_N]
     v_rows = pages * v_stride_page + slots * v_stride_slot  # [TILE_N]
     k_ptrs = k_ptr + k_rows[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
     v_ptrs = v_ptr + v_rows[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
-    if MASKED:
-        k = tl.load(k_ptrs, mask=present[None, :], other=0.0)
-    else:
-        k = tl.load(k_ptrs)
+    k = tl.load(k_ptrs, mask=present[None, :], other=0.0)
     scores = tl.dot(q, k)  # [BLOCK_M, TILE_N] f32, not yet scaled
-    if MASKED:
-        visible = keys[None, :] <= positions[:, None]  # [BLOCK_M, TILE_N]
-        visible = present[None, :] & visible
-
-        scores = tl.where(visible, scores, float("-inf"))
+    visible = keys[None, :] <= positions[:, None]  # [BLOCK_M, TILE_N]
+    visible = present[None, :] & visible
+    scores = tl.where(visible, scores, float("-inf"))
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2E)  # [BLOCK_M]
-    if MASKED:
-        # A row that has seen no key yet keeps -inf as its maximum; subtracting it would give NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    else:
-        shift = new_max
+    # A row that has seen no key yet keeps -inf as its maximum; subtracting it would give NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * SCALE_LOG2E - shift[:, None])  # [BLOCK_M, TILE_N]
     decay = tl.exp2(row_max - shift)  # [BLOCK_M]
     row_sum = row_sum * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
-    if MASKED:
-        values = tl.load(v_ptrs, mask=present[:, None], other=0.0)
-    else:
-        values = tl.load(v_ptrs)
+    values = tl.load(v_ptrs, mask=present[:, None], other=0.0)
     acc = tl.dot(weights.to(values.dtype), values, acc)  # [BLOCK_M, BLOCK_V] f32
     return acc, new_max, row_sum
 
@@ -214,7 +199,6 @@ def decode_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s3c2(
                 k_cache_stride_slot,
                 v_cache_stride_page,
                 v_cache_stride_slot,
-                MASKED=True,
             )
 
         first_program = item_start // share

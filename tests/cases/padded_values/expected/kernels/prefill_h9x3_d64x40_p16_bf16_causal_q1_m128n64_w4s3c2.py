@@ -72,7 +72,6 @@ def _attend_tile(
     if MASKED:
         visible = keys[None, :] <= positions[:, None]  # [BLOCK_M, TILE_N]
         visible = present[None, :] & visible
-
         scores = tl.where(visible, scores, float("-inf"))
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2E)  # [BLOCK_M]

@@ -79,7 +79,6 @@ def _attend_tile(
             rows_inside = (positions >= start) & (positions < stop)  # [BLOCK_M]
             visible = visible | (rows_inside[:, None] & ((keys >= start) & (keys < stop))[None, :])
         visible = present[None, :] & visible
-
         scores = tl.where(visible, scores, float("-inf"))
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2E)  # [BLOCK_M]

@@ -85,7 +85,6 @@ def _attend_tile(
         visible = keys[None, :] <= positions[:, None]  # [BLOCK_M, TILE_N]
         visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
         visible = present[None, :] & visible
-
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))  # [BLOCK_M]
     if MASKED:
