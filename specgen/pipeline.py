@@ -256,5 +256,5 @@ def verify(wheel: Path, *, progress: Progress | None = None) -> list[Difference]
         return build(spec, spec.parent / "build", progress=progress, pure=pure)
 
     if not wheel.is_file():
-        raise SpecgenError(f"{wheel}: no such file")
+        raise SpecgenError(f"{wheel}: {'is a folder; needs a wheel' if wheel.is_dir() else 'no such file'}")
     return verify_wheel(wheel, rebuild)

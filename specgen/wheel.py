@@ -107,12 +107,11 @@ def build_launcher(
             env={**os.environ, "LC_ALL": "C"},
         )
         if done.returncode:
-            lines = (
-                [line for line in done.stderr.splitlines() if "error" in line]
-                or done.stderr.splitlines()
-                or ["?"]
+            said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            why = said[0].strip() if said else f"exit status {done.returncode} and no message"
+            raise BuildError(
+                f"{runtime_dir / '_launch.c'}: {command[0]} failed: {why}; `--pure` builds a wheel without the launch extension"
             )
-            raise BuildError(f"{runtime_dir / '_launch.c'}: {command[0]} failed: {lines[0].strip()}")
         data = Path(folder, LAUNCHER_FILE).read_bytes()
     if cache is not None:
         cache.put(key, {}, data)
