@@ -8,7 +8,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from specgen import __version__
 from specgen.artifact import Artifact
 from specgen.data_files import TEMPLATES
-from specgen.dtypes import DTYPES
 from specgen.load import Loaded
 from specgen.variant import LOG2E, Geometry, Variant, next_power_of_two
 
@@ -89,11 +88,9 @@ def kernel_view(variant: Variant) -> dict:
         "aligned": variant.aligned,
         "alignment": g.alignment,
         "strided": variant.family != "merge_states",
-        "max_seqs": variant.max_seqs,
         "block_seqs": next_power_of_two(variant.max_seqs),
         "max_query_len": variant.max_query_len,
         "min_query_len": (variant.max_query_len or 0) + 1,
-        "short_dtype": DTYPES[g.dtype].short,
     }
 
 

@@ -64,7 +64,7 @@ def shared_bytes(variant: Variant, vendor: str) -> int:
 
     NVIDIA: the pipeliner buffers num_stages tiles of K and V beside Q and P. AMD: num_stages - 1 buffers and P; Q passes
     through before the loop and its room is used again. An upper bound checked against compiled binaries
-    (tests/test_generate.py); the compiled figure is what the build's budget gate reads.
+    (tests/test_dispatch_rows.py); the compiled figure is what the build's budget gate reads.
     """
     if variant.family not in ("decode", "prefill", "varlen"):
         return 0

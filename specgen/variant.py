@@ -1,7 +1,6 @@
 """The semantic model of a specialization: geometry, configuration, symbol. Frozen data; imports only nouns."""
 
 from dataclasses import dataclass, field
-from math import gcd
 
 from specgen.dtypes import DTYPES
 from specgen.runtime import sizes
@@ -70,7 +69,7 @@ class Geometry:
     @property
     def alignment(self) -> int:
         """Bytes that every stride of a densely packed tensor is a multiple of, at most 16 (the widest load)."""
-        return gcd(16, self.qk_dim * self.itemsize, self.v_dim * self.itemsize)
+        return sizes.alignment(self.qk_dim, self.v_dim, self.itemsize)
 
 
 @dataclass(frozen=True, order=True)
