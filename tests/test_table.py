@@ -131,8 +131,18 @@ def test_no_row(call, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
+@pytest.mark.parametrize("dim", range(1, 513))
+def test_head_tiles_hold_the_head_in_the_least_room_of_one_or_two(dim):
+    tiles = sizes.head_tiles(dim)
+    powers = [16, 32, 64, 128, 256, 512]
+    pairs = [(a, b) for a in powers for b in powers if a >= b and a + b >= dim]
+    assert set(tiles) <= set(powers) and sum(tiles) >= dim
+    assert sum(tiles) == min([a for a in powers if a >= dim] + [a + b for a, b in pairs])
+    assert len(tiles) == 1 or sum(tiles) < min(a for a in powers if a >= dim)
+
+
 @pytest.mark.parametrize(
-    "v_dim, columns", [(1, 16), (16, 16), (17, 32), (72, 128), (128, 128), (192, 256), (256, 256)]
+    "v_dim, columns", [(1, 16), (16, 16), (17, 32), (72, 80), (112, 128), (128, 128), (192, 192), (256, 256)]
 )
 def test_block_v(v_dim, columns):
     assert sizes.block_v(v_dim) == columns
