@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files",
-    "noun of tuning": "tuning.records",
+    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
+    " tuning.records",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
@@ -37,17 +37,13 @@ EXTRA = {
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
     "expand": "rules tuning",  # enumerating asks what is preferred and what is legal
-    "tuning.jsonl": "tuning.records",
-    "tuning.shipped": "tuning.jsonl tuning.records",
-    "tuning.current": "tuning.records",
-    "tuning.store": "tuning.jsonl tuning.records",
+    "tuning.shipped": "tuning.jsonl",
+    "tuning.store": "tuning.jsonl",
     # From measurements to a tree: parts of one verb, each on those before it.
-    "tuning.matrix": "tuning.current tuning.records",
+    "tuning.matrix": "tuning.current",
     "tuning.cover": "tuning.matrix",
-    "tuning.tree": "tuning.records",
     "tuning.evidence": "tuning.matrix",
-    "tuning.relatives": "tuning.records",
-    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.records tuning.regret tuning.relatives tuning.tree",
+    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
     "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name

@@ -66,6 +66,11 @@ class Matrix:
             for row, best, slowdowns in zip(self.cells, self.best, self.slowdowns)
         )
 
+    def gaps(self, schedules: Iterable[int]) -> list[tuple[int, int]]:
+        """(workload, schedule) of these schedules that have no time though the schedule serves the workload."""
+        pairs = [(w, s) for s in schedules for w in range(len(self.workloads)) if self.cells[w][s] is None]
+        return [(w, s) for w, s in pairs if self.schedules[s].legal(self.workloads[w].features.query_len)]
+
     def only(self, workloads: Iterable[int], schedules: Iterable[int] | None = None) -> "Matrix":
         """The part with these workloads (and these schedules) by index; workloads without a time fall out."""
         columns = tuple(range(len(self.schedules)) if schedules is None else schedules)
