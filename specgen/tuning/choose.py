@@ -196,15 +196,17 @@ def _fitted(matrix: Matrix, rows, part: _Part, limits, tolerance, max_leaves) ->
     # The same workloads again, as a call looks that gives no bound on keys: they pull, but promise nothing.
     points = features + [f._replace(keys=limits.max_seq_len) for f in features]
     weights = [1.0] * len(rows) + [UNBOUNDED_WEIGHT] * len(rows)
-    bound = [[row[s] for s in columns] for row in costs]
-    unbound = [[row[s] + _TIE * log(slowdowns[s]) for s in columns] for row, slowdowns in zip(table.losses, table.slowdowns)]
-    grown = fit(points, weights, bound + unbound, max_leaves=max_leaves)
+    unbound = [[loss + _TIE * log(s) for loss, s in zip(*row)] for row in zip(table.losses, table.slowdowns)]
+    charged = [[row[s] for s in columns] for row in (*costs, *unbound)]
+    grown = fit(points, weights, charged, max_leaves=max_leaves)
 
     def settled(leaf: Leaf) -> Leaf:
+        """The cheapest column that may take the place of the default, over the workloads measured there if there are any."""
+        sums = [sum(weights[i] * charged[i][c] for i in leaf.points) for c in range(len(columns))]
         measured = [i for i in leaf.points if i < len(rows)]
         workloads = tuple(sorted({rows[i % len(rows)] for i in measured or leaf.points}))
-        column = legal[columns[leaf.column]]
-        return Leaf(column if replaces(matrix, column, default, workloads) else default, workloads)
+        ranked = [legal[columns[c]] for c in sorted(range(len(columns)), key=lambda c: (c != leaf.column, round(sums[c], 9), c))]
+        return Leaf(next(s for s in ranked if s == default or replaces(matrix, s, default, workloads)), workloads)
 
     return merge(replace_leaves(grown, settled), _same)
 
