@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from specgen.runtime.table import Bounds
 from specgen.tuning.matrix import Cell, Matrix, Workload
-from specgen.tuning.records import Features, Gpu, Launch, Measurement, Schedule, Setting, Software
+from specgen.tuning.records import Gpu, Launch, Measurement, Schedule, Setting, Software
 from specgen.variant import Config, Geometry
 
 GEOMETRY = Geometry(32, 8, 128, 128, "bfloat16", 16, 128**-0.5, "causal")
@@ -66,5 +67,5 @@ def table(times: list[list[float | None]], noise_us: float = 0.0, schedules=None
     cells = [
         tuple(None if t is None else Cell(t, noise_us, f"{w}.{s}") for s, t in enumerate(row)) for w, row in enumerate(times)
     ]
-    workloads = [Workload(f"w{w}", Features(1, w + 1, w + 1, 4096)) for w in range(len(times))]
+    workloads = [Workload(f"w{w}", Bounds(1, w + 1, w + 1, 4096)) for w in range(len(times))]
     return Matrix(tuple(workloads), tuple(schedules), tuple(cells))

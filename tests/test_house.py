@@ -40,8 +40,10 @@ EXTRA = {
     "tuning.shipped": "tuning.jsonl",
     "tuning.store": "tuning.jsonl",
     # From measurements to a tree: parts of one verb, each on those before it.
-    "tuning.matrix": "tuning.current",
+    "tuning.records": "runtime.table",  # the bounds of a call: one statement for table and tree
+    "tuning.matrix": "tuning.current runtime.table",
     "tuning.cover": "tuning.matrix",
+    "tuning.tree": "runtime.table",
     "tuning.evidence": "tuning.matrix",
     "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
     "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measurements import GEOMETRY, H200, SETTING, both, failure, measurement, rows, table
 
+from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 from specgen.target import load_targets
 from specgen.tuning.choose import choose, replaces
-from specgen.tuning.records import Features, Gpu
+from specgen.tuning.records import Gpu
 from specgen.tuning.relatives import identify, nearest
 from specgen.tuning.tree import MAX_LEAVES, boxes, decide
 
@@ -61,9 +62,9 @@ def test_a_schedule_replaces_another_only_beyond_noise_and_without_a_loss():
 def test_noise_keeps_the_default():
     times = {rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 99.0, rows(32): lambda s, k: 98.5}
     choice = chosen(decode_times(times, noise_us=1.5))
-    assert decide(choice.tree, Features(1, 8, 8, 512)).schedule == rows(64)
+    assert decide(choice.tree, Bounds(1, 8, 8, 512)).schedule == rows(64)
     quiet = chosen(decode_times(times, noise_us=0.1))
-    assert decide(quiet.tree, Features(1, 8, 8, 512)).schedule == rows(32)
+    assert decide(quiet.tree, Bounds(1, 8, 8, 512)).schedule == rows(32)
     assert quiet.default.geometric_mean == pytest.approx(100 / 98.5)
     assert quiet.training.worst == quiet.held_out.worst == 1.0
 
@@ -72,7 +73,7 @@ def test_nothing_gets_slower_than_the_default():
     """A schedule that is far better with few keys and a little worse with many takes only the few."""
     times = {rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 60.0 if k < 5000 else 102.0}
     choice = chosen(decode_times(times))
-    assert [decide(choice.tree, Features(1, 8, 8, k)).schedule for k in KEYS] == [rows(16)] * 2 + [rows(64)] * 2
+    assert [decide(choice.tree, Bounds(1, 8, 8, k)).schedule for k in KEYS] == [rows(16)] * 2 + [rows(64)] * 2
     assert choice.training.worst == 1.0 < choice.default.worst
     assert choice.gpu == H200 and choice.source == "h200" and choice.warnings == ()
 
@@ -85,10 +86,10 @@ def test_a_gain_that_one_schedule_gives_to_some_and_takes_from_others_is_split()
     }
     choice = chosen(decode_times(times))
     assert choice.training.worst == 1.0
-    assert decide(choice.tree, Features(1, 1, 1, 32768)).schedule == rows(16)
-    assert decide(choice.tree, Features(1, 8, 8, 32768)).schedule == rows(64)
-    assert decide(choice.tree, Features(1, 64, 64, 8192)).schedule == rows(128)
-    assert decide(choice.tree, Features(1, 64, 64, 2048)).schedule == rows(64)
+    assert decide(choice.tree, Bounds(1, 1, 1, 32768)).schedule == rows(16)
+    assert decide(choice.tree, Bounds(1, 8, 8, 32768)).schedule == rows(64)
+    assert decide(choice.tree, Bounds(1, 64, 64, 8192)).schedule == rows(128)
+    assert decide(choice.tree, Bounds(1, 64, 64, 2048)).schedule == rows(64)
 
 
 def test_calls_without_a_bound_on_keys_pull_where_nothing_was_measured():
@@ -100,8 +101,8 @@ def test_calls_without_a_bound_on_keys_pull_where_nothing_was_measured():
         rows(32): lambda s, k: 90.0,
     }
     choice = chosen(decode_times(times), limits=limits)
-    assert decide(choice.tree, Features(1, 8, 8, 512)).schedule == rows(16)
-    assert decide(choice.tree, Features(1, 8, 8, 131072)).schedule == rows(32)
+    assert decide(choice.tree, Bounds(1, 8, 8, 512)).schedule == rows(16)
+    assert decide(choice.tree, Bounds(1, 8, 8, 131072)).schedule == rows(32)
 
 
 # --- what may be launched where ---
@@ -110,15 +111,15 @@ def test_calls_without_a_bound_on_keys_pull_where_nothing_was_measured():
 def test_query_lengths_without_measurements_keep_the_default_and_say_so():
     choice = chosen(decode_times({rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 50.0}))
     for length, schedule in ((1, rows(16)), (2, rows(64, 8)), (8, rows(64, 8)), (9, both(64, 64)), (4096, both(64, 64))):
-        assert decide(choice.tree, Features(length, 1, length, 512)).schedule == schedule
-    assert decide(choice.tree, Features(2, 1, 2, 512)).evidence == "default: nothing measured here on NVIDIA H200"
+        assert decide(choice.tree, Bounds(length, 1, length, 512)).schedule == schedule
+    assert decide(choice.tree, Bounds(2, 1, 2, 512)).evidence == "default: nothing measured here on NVIDIA H200"
 
 
 def test_decode_alone_stays_within_its_rows():
     """Decode for four rows is the fastest of all, and illegal for the calls of up to eight rows that share its part."""
     times = {rows(64, 8): lambda s, k: 100.0, rows(16, 4): lambda s, k: 10.0, rows(32, 8): lambda s, k: 90.0}
     choice = chosen(decode_times(times, query_len=4))
-    assert decide(choice.tree, Features(4, 8, 32, 2048)).schedule == rows(32, 8)
+    assert decide(choice.tree, Bounds(4, 8, 32, 2048)).schedule == rows(32, 8)
     for box in boxes(choice.tree, LIMITS):
         assert box.leaf.schedule.legal(box.high.query_len)
 
@@ -126,14 +127,14 @@ def test_decode_alone_stays_within_its_rows():
 def test_schedules_that_do_not_fit_are_left_out():
     found = decode_times({rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 50.0, rows(32): lambda s, k: 60.0})
     choice = chosen(found, fits=lambda schedule: "too large" if schedule == rows(16) else None)
-    assert decide(choice.tree, Features(1, 1, 1, 1)).schedule == rows(32)
+    assert decide(choice.tree, Bounds(1, 1, 1, 1)).schedule == rows(32)
     assert choice.training.worst == 1.0, "regret is against what can be launched"
 
 
 def test_a_kernel_that_gave_a_wrong_answer_is_never_chosen():
     found = decode_times({rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 50.0})
     choice = chosen([*found, failure(rows(16), "wrong", seqs=((1, 77),))])
-    assert decide(choice.tree, Features(1, 1, 1, 1)).schedule == rows(64)
+    assert decide(choice.tree, Bounds(1, 1, 1, 1)).schedule == rows(64)
 
 
 def test_workloads_beyond_the_limits_do_not_count():
@@ -164,7 +165,7 @@ def test_only_measurements_of_the_geometry_and_the_guard_count():
 
 def test_evidence_names_workloads_times_lead_and_measurements():
     found = decode_times({rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 50.0 + s})
-    leaf = decide(chosen(found).tree, Features(1, 8, 8, 2048))
+    leaf = decide(chosen(found).tree, Bounds(1, 8, 8, 2048))
     ids = {m.workload: m.id for m in found if m.schedule == rows(16)}
     few = {name: ids[name] for name in ("b1 q1 k512", "b1 q1 k2048", "b1 q1 k8192", "b1 q1 k32768")}
     assert set(few.values()) <= set(leaf.measurements) <= set(ids.values())
@@ -176,7 +177,7 @@ def test_evidence_names_workloads_times_lead_and_measurements():
 
 def test_a_lead_within_noise_is_called_so():
     times = {rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 99.0}
-    leaf = decide(chosen(decode_times(times, noise_us=2.0)).tree, Features(1, 1, 1, 1))
+    leaf = decide(chosen(decode_times(times, noise_us=2.0)).tree, Bounds(1, 1, 1, 1))
     assert leaf.evidence.endswith("at most 1.0% behind the best, 1.0% behind q1 decode m16n16w4s3c2, within noise")
 
 
@@ -203,7 +204,7 @@ def test_a_sparse_table_is_never_read_as_fast():
     found = decode_times({rows(64): lambda s, k: 100.0})
     found.append(measurement(batch(8, 2048), rows(16), 10.0, name="b8 q1 k2048"))
     choice = chosen(found)
-    assert decide(choice.tree, Features(1, 8, 8, 2048)).schedule == rows(16)
+    assert decide(choice.tree, Bounds(1, 8, 8, 2048)).schedule == rows(16)
     assert choice.training.unmeasured == 0 and choice.training.worst == 1.0
 
 
@@ -216,7 +217,7 @@ def test_whatever_the_times_nothing_measured_loses_to_the_default_beyond_noise(t
     found = decode_times({s: (lambda seqs, keys, t=t: float(t[seqs, keys])) for s, t in of.items()}, noise_us=noise)
     choice = chosen(found)
     for seqs, keys in grid:
-        leaf = decide(choice.tree, Features(1, seqs, seqs, keys))
+        leaf = decide(choice.tree, Bounds(1, seqs, seqs, keys))
         assert of[leaf.schedule][seqs, keys] <= 100 + noise + 1e-6
     again = chosen(found[::-1])
     assert again == choice, "the order of records never decides"
@@ -312,7 +313,7 @@ def test_the_one_warning():
 def test_h200_data_serve_h100_and_say_so():
     found = decode_times({rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 50.0})
     choice = chosen(found, ("h100_sxm",))
-    assert decide(choice.tree, Features(1, 1, 1, 1)).schedule == rows(16)
+    assert decide(choice.tree, Bounds(1, 1, 1, 1)).schedule == rows(16)
     assert choice.source == "h200" and choice.warnings[0].startswith("h100_sxm: no measurements of its own; uses those of h200")
 
 

@@ -10,9 +10,10 @@ from measurements import (
 )  # fmt: skip
 
 from specgen.errors import SpecError
+from specgen.runtime.table import Bounds
 from specgen.tuning import jsonl
 from specgen.tuning.current import Blocklist, comparable, done, latest, usable
-from specgen.tuning.records import Features, Schedule, Setting, kernel_digest
+from specgen.tuning.records import Schedule, Setting, bounds_of, kernel_digest
 
 DECODE = ((1, 4096),) * 32
 RAGGED = ((1, 100), (4, 7), (4, 7), (0, 5))
@@ -36,9 +37,9 @@ def test_time_and_noise_are_read_from_the_samples():
     assert replace(m, error=0.00123456).error == 0.00123
 
 
-def test_features_are_the_tightest_bounds():
-    assert Features.of(RAGGED) == (4, 4, 9, 100)
-    assert measurement(DECODE, rows(64), 1.0).features == Features(query_len=1, seqs=32, tokens=32, keys=4096)
+def test_bounds_are_the_tightest_bounds():
+    assert bounds_of(RAGGED) == (4, 4, 9, 100)
+    assert measurement(DECODE, rows(64), 1.0).bounds == Bounds(query_len=1, seqs=32, tokens=32, keys=4096)
 
 
 @pytest.mark.parametrize(

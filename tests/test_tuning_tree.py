@@ -1,22 +1,21 @@
 """From times to a tree: what noise hides, the smallest cover, where thresholds fall, boxes that are total and disjoint."""
 
 import itertools
-from dataclasses import replace
 from math import log
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measurements import both, digests, failure, measurement, rows, table
+from measurements import both, failure, measurement, rows, table
 
+from specgen.runtime.table import Bounds
+from specgen.spec import Limits
 from specgen.tuning.cover import _greedy, cover
 from specgen.tuning.matrix import UNMEASURED, is_faster, tabulate
-from specgen.tuning.records import Features
 from specgen.tuning.regret import regret
 from specgen.tuning.tree import Leaf, Split, boxes, clip, decide, domain, fit, leaves, merge, replace_leaves
 
-LIMITS = SimpleNamespace(max_seqs=5, max_seq_len=7, max_tokens=6)
+LIMITS = Limits(max_seqs=5, max_seq_len=7, max_tokens=6, max_spec_tokens=1)
 BATCH = ((1, 4096),)
 
 
@@ -128,22 +127,22 @@ def test_a_large_table_ends_with_a_cover_all_the_same():
 # --- the tree ---
 
 
-def points(*keys: int) -> list[Features]:
-    return [Features(1, 1, 1, k) for k in keys]
+def points(*keys: int) -> list[Bounds]:
+    return [Bounds(1, 1, 1, k) for k in keys]
 
 
 def test_a_threshold_falls_on_the_geometric_mean():
     costs = [[0, 1], [0, 1], [1, 0], [1, 0]]
     tree = fit(points(512, 1024, 8192, 65536), [1] * 4, costs)
     assert tree == Split("keys", 2896, Leaf(0, (0, 1)), Leaf(1, (2, 3)))
-    assert decide(tree, Features(1, 1, 1, 2896)).column == 0
-    assert decide(tree, Features(1, 1, 1, 2897)).column == 1
+    assert decide(tree, Bounds(1, 1, 1, 2896)).column == 0
+    assert decide(tree, Bounds(1, 1, 1, 2897)).column == 1
     assert fit(points(4, 5), [1] * 2, [[0, 1], [1, 0]]).threshold == 4, "between neighbours: the lower one stays below"
 
 
 def test_equal_columns_and_equal_splits_take_the_first():
     assert fit(points(1, 2), [1, 1], [[0.5, 0.5, 0.1], [0.5, 0.5, 0.9]]) == Split("keys", 1, Leaf(2, (0,)), Leaf(0, (1,)))
-    grid = [Features(1, n, n, n) for n in (1, 4)]
+    grid = [Bounds(1, n, n, n) for n in (1, 4)]
     assert fit(grid, [1, 1], [[0, 1], [1, 0]]).feature == "seqs"
     assert fit(grid, [1, 1], [[1, 1], [1, 1]]) == Leaf(0, (0, 1))
 
@@ -167,7 +166,7 @@ def test_the_most_saving_split_comes_first_and_leaves_are_bounded():
 
 def test_two_splits_that_save_only_together_are_found():
     """Few sequences with few keys, and many with many, want one schedule; the others another."""
-    corners = [Features(1, seqs, 99, keys) for seqs in (1, 64) for keys in (100, 10_000)]
+    corners = [Bounds(1, seqs, 99, keys) for seqs in (1, 64) for keys in (100, 10_000)]
     costs = [[0, 1], [1, 0], [1, 0], [0, 1]]
     tree = fit(corners, [1] * 4, costs)
     assert len(leaves(tree)) == 4
@@ -186,7 +185,7 @@ def test_weights_decide_between_points_that_look_alike():
     st.integers(1, 4),
 )
 def test_a_fit_holds_every_point_once_and_never_loses_to_one_leaf(rows_, max_leaves):
-    where = [Features(*features) for features, _ in rows_]
+    where = [Bounds(*bounds) for bounds, _ in rows_]
     costs = [list(cost) for _, cost in rows_]
     tree = fit(where, [1.0] * len(where), costs, max_leaves=max_leaves)
     assert sorted(i for leaf in leaves(tree) for i in leaf.points) == list(range(len(where)))
@@ -209,7 +208,7 @@ def cheapest(where, costs, price: float, chosen: frozenset) -> float:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.tuples(*[st.integers(1, 3)] * 4), st.tuples(*[st.integers(0, 3)] * 3)), min_size=1, max_size=5))
 def test_no_tree_is_cheaper(rows_):
-    where = [Features(*features) for features, _ in rows_]
+    where = [Bounds(*bounds) for bounds, _ in rows_]
     costs = [list(cost) for _, cost in rows_]
     tree = fit(where, [1.0] * len(where), costs, min_gain=0.1, max_leaves=9)
     price = 0.1 * len(where)
@@ -221,11 +220,11 @@ def test_no_tree_is_cheaper(rows_):
 
 TREES = st.recursive(
     st.sampled_from("abc"),
-    lambda trees: st.builds(Split, st.sampled_from(Features._fields), st.integers(0, 9), trees, trees),
+    lambda trees: st.builds(Split, st.sampled_from(Bounds._fields), st.integers(0, 9), trees, trees),
     max_leaves=12,
 )
 EVERYTHING = [
-    Features(*values)
+    Bounds(*values)
     for values in itertools.product(*(range(low, high + 1) for low, high in zip(*domain(LIMITS))))
 ]
 
@@ -236,18 +235,18 @@ def test_boxes_are_total_and_disjoint_and_say_what_the_tree_says(tree):
     found = boxes(tree, LIMITS)
     owner = {}
     for box in found:
-        for features in itertools.product(*(range(low, high + 1) for low, high in zip(box.low, box.high))):
-            assert features not in owner, "disjoint"
-            owner[features] = box.leaf
+        for bounds in itertools.product(*(range(low, high + 1) for low, high in zip(box.low, box.high))):
+            assert bounds not in owner, "disjoint"
+            owner[bounds] = box.leaf
     assert owner.keys() == set(EVERYTHING), "total"
-    assert all(decide(tree, features) == owner[features] for features in EVERYTHING)
+    assert all(decide(tree, bounds) == owner[bounds] for bounds in EVERYTHING)
 
 
 @settings(max_examples=50, deadline=None)
 @given(TREES)
 def test_clipping_leaves_what_can_matter(tree):
     clipped = clip(tree, LIMITS)
-    assert all(decide(clipped, features) == decide(tree, features) for features in EVERYTHING)
+    assert all(decide(clipped, bounds) == decide(tree, bounds) for bounds in EVERYTHING)
     assert len(leaves(clipped)) == len(boxes(tree, LIMITS)) == len(boxes(clipped, LIMITS))
 
 
@@ -266,8 +265,3 @@ def test_regret_is_worst_and_geometric_mean():
     assert found.geometric_mean == pytest.approx((1.21**2) ** (1 / 3))
     assert (found.worst, found.worst_workload, found.workloads, found.unmeasured) == (1.21, "b", 3, 1)
     assert regret([]) is None and regret([("a", None)]) is None
-
-
-def test_made_up_measurements_have_one_digest_per_launch():
-    schedule = both(16, 32)
-    assert len(digests(schedule)) == 2 and digests(schedule) != digests(replace(schedule, max_query_len=4))

@@ -1,4 +1,4 @@
-"""Small axis-aligned trees over the features that the host knows: fit, read, and their boxes. Pure; imports records.
+"""Small axis-aligned trees over what the host knows of a call, its Bounds: fit, read, and their boxes. Pure; imports nouns.
 
 A tree is a Split or a leaf; a leaf is any other object. What a leaf means is the caller's: `fit` makes Leaf objects that name
 a column of its cost table, choose.py puts decisions in their place.
@@ -7,9 +7,10 @@ a column of its cost table, choose.py puts decisions in their place.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from specgen.tuning.records import Features
+from specgen.runtime.table import Bounds
+from specgen.spec import Limits
 
 MAX_LEAVES = 8
 # What one more leaf must save: this much of the mean cost, a log slowdown; 0.002 is 0.2 % of the geometric mean.
@@ -22,14 +23,6 @@ _MAX_REGIONS = 3000
 _MAX_CUTS = 16
 
 
-class LimitsLike(Protocol):
-    """What of a spec's limits bounds the features (spec.Limits has it)."""
-
-    max_seqs: int
-    max_seq_len: int
-    max_tokens: int
-
-
 @dataclass(frozen=True)
 class Leaf:
     """The cheapest column for some points, by index."""
@@ -40,7 +33,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Split:
-    """Where `feature` (a name in Features) is at most `threshold` the answer is in `low`, else in `high`."""
+    """Where `feature` (a name in Bounds) is at most `threshold` the answer is in `low`, else in `high`."""
 
     feature: str
     threshold: int
@@ -49,31 +42,31 @@ class Split:
 
 
 class Box(NamedTuple):
-    """A leaf and where it answers: inclusive bounds of each feature."""
+    """A leaf and where it answers: the lowest and the highest Bounds, inclusive."""
 
-    low: Features
-    high: Features
+    low: Bounds
+    high: Bounds
     leaf: object
 
 
-def domain(limits: LimitsLike) -> tuple[Features, Features]:
-    """The lowest and the highest features of a call within `limits`."""
-    return Features(1, 1, 1, 1), Features(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
+def domain(limits: Limits) -> tuple[Bounds, Bounds]:
+    """The lowest and the highest Bounds of a call within `limits`."""
+    return Bounds(1, 1, 1, 1), Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
 
 
-def decide(tree: object, features: Features) -> object:
-    """The leaf that answers for `features`."""
+def decide(tree: object, bounds: Bounds) -> object:
+    """The leaf that answers for `bounds`."""
     while isinstance(tree, Split):
-        tree = tree.low if getattr(features, tree.feature) <= tree.threshold else tree.high
+        tree = tree.low if getattr(bounds, tree.feature) <= tree.threshold else tree.high
     return tree
 
 
-def boxes(tree: object, limits: LimitsLike) -> list[Box]:
-    """Every leaf with its region, lowest first: together they cover each features within `limits` exactly once."""
+def boxes(tree: object, limits: Limits) -> list[Box]:
+    """Every leaf with its region, lowest first: together they cover all Bounds within `limits` exactly once."""
     return list(_boxes(tree, *domain(limits)))
 
 
-def _boxes(tree: object, low: Features, high: Features) -> Iterator[Box]:
+def _boxes(tree: object, low: Bounds, high: Bounds) -> Iterator[Box]:
     if not isinstance(tree, Split):
         yield Box(low, high, tree)
         return
@@ -84,12 +77,12 @@ def _boxes(tree: object, low: Features, high: Features) -> Iterator[Box]:
         yield from _boxes(tree.high, low._replace(**{tree.feature: max(least, bound + 1)}), high)
 
 
-def clip(tree: object, limits: LimitsLike) -> object:
+def clip(tree: object, limits: Limits) -> object:
     """The tree without splits that cannot matter within `limits`."""
     return _clip(tree, *domain(limits))
 
 
-def _clip(tree: object, low: Features, high: Features) -> object:
+def _clip(tree: object, low: Bounds, high: Bounds) -> object:
     if not isinstance(tree, Split):
         return tree
     bound = tree.threshold
@@ -129,7 +122,7 @@ def merge(tree: object, joined: Callable[[object, object], object | None]) -> ob
 
 
 def fit(
-    points: Sequence[Features],
+    points: Sequence[Bounds],
     weights: Sequence[float],
     costs: Sequence[Sequence[float]],
     *,
@@ -156,14 +149,14 @@ def fit(
 class _Search:
     """Regions are bit masks over the distinct points; what a region costs as a leaf is worked out once."""
 
-    def __init__(self, points: Sequence[Features], weights: Sequence[float], costs: Sequence[Sequence[float]]):
-        self.alike: dict[Features, list[int]] = {}
+    def __init__(self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]]):
+        self.alike: dict[Bounds, list[int]] = {}
         for i, point in enumerate(points):
             self.alike.setdefault(point, []).append(i)
         self.points = sorted(self.alike)
         weighted = [[weight * cost for cost in row] for weight, row in zip(weights, costs)]
         self.costs = [_sums(weighted[i] for i in self.alike[point]) for point in self.points]
-        self.cuts = [(feature, mask) for feature in range(len(Features._fields)) for mask in self._masks(feature)]
+        self.cuts = [(feature, mask) for feature in range(len(Bounds._fields)) for mask in self._masks(feature)]
         self._leaves: dict[int, tuple[float, int, float]] = {}
         self._best: dict[int, tuple[float, tuple[int, int] | None]] = {}
         self._price = 0.0
@@ -229,7 +222,7 @@ class _Search:
         feature, low = first
         below = max(self.points[i][feature] for i in self._members(low))
         above = min(self.points[i][feature] for i in self._members(region & ~low))
-        return Split(Features._fields[feature], isqrt(below * above), self._grown(low), self._grown(region & ~low))
+        return Split(Bounds._fields[feature], isqrt(below * above), self._grown(low), self._grown(region & ~low))
 
 
 def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
