@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files",
-    "noun of tuning": "tuning.records",
+    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
+    " tuning.records",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
@@ -37,19 +37,17 @@ EXTRA = {
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
     # Enumerating asks what is preferred, what is legal, and what was measured.
-    "expand": "rules tuning tuning.choose tuning.records tuning.tree",
-    "measured": "expand load plan render toolchain tuning.current tuning.jsonl tuning.records tuning.shipped",
-    "tuning.jsonl": "tuning.records",
-    "tuning.shipped": "tuning.jsonl tuning.records",
-    "tuning.current": "tuning.records",
-    "tuning.store": "tuning.jsonl tuning.records",
+    "expand": "rules tuning tuning.choose tuning.tree",
+    "measured": "expand load plan render toolchain tuning.current tuning.jsonl tuning.shipped",
+    "tuning.shipped": "tuning.jsonl",
+    "tuning.store": "tuning.jsonl",
     # From measurements to a tree: parts of one verb, each on those before it.
-    "tuning.matrix": "tuning.current tuning.records",
+    "tuning.records": "runtime.table",  # the bounds of a call: one statement for table and tree
+    "tuning.matrix": "tuning.current runtime.table",
     "tuning.cover": "tuning.matrix",
-    "tuning.tree": "tuning.records",
+    "tuning.tree": "runtime.table",
     "tuning.evidence": "tuning.matrix",
-    "tuning.relatives": "tuning.records",
-    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.records tuning.regret tuning.relatives tuning.tree",
+    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
     "plan": "expand load runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
