@@ -12,7 +12,13 @@ from specgen.variant import Geometry, Variant
 
 
 # Alignment guards of each family: the runtime copies misaligned states instead of merging them slowly.
-_GUARDS = {"decode": (True, False), "prefill": (True, False), "append_kv": (True, False), "merge_states": (True,)}
+_GUARDS = {
+    "decode": (True, False),
+    "prefill": (True, False),
+    "varlen": (True, False),
+    "append_kv": (True, False),
+    "merge_states": (True,),
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def _families(spec: Spec) -> list[tuple[str, int | None]]:
     families = [("decode", n) for n in decode_query_lens(spec)]
     if spec.limits.max_spec_tokens < spec.limits.max_tokens:  # else decode takes every sequence there can be
         families.append(("prefill", spec.limits.max_spec_tokens))
-    return families + [("append_kv", None), ("merge_states", None)]
+    return families + [("varlen", None), ("append_kv", None), ("merge_states", None)]
 
 
 def expand(

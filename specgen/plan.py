@@ -6,7 +6,7 @@ from pathlib import Path
 from specgen.artifact import Artifact
 from specgen.expand import Expansion, Use, decode_query_lens
 from specgen.load import Loaded
-from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
+from specgen.runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
 from specgen.spec import Spec
 
 RUNTIME = Path(__file__).parent / "runtime"
@@ -14,7 +14,13 @@ RUNTIME = Path(__file__).parent / "runtime"
 _RUNTIME_SUFFIXES = (".py", ".c")
 _ALIGNED = {True: "every pointer and stride is aligned", False: "a pointer or stride is not aligned"}
 # The test template of each kernel family.
-_TESTS = {"decode": "attention", "prefill": "attention", "append_kv": "append_kv", "merge_states": "merge_states"}
+_TESTS = {
+    "decode": "attention",
+    "prefill": "attention",
+    "varlen": "attention_varlen",
+    "append_kv": "append_kv",
+    "merge_states": "merge_states",
+}
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Rows:
     attention: tuple[AttentionRow, ...]
     append: tuple[AppendRow, ...]
     merge: tuple[MergeRow, ...]
+    varlen: tuple[VarlenRow, ...]
 
 
 def package_name(spec_name: str) -> str:
@@ -34,7 +41,7 @@ def package_name(spec_name: str) -> str:
 def dispatch_rows(spec, expansion: Expansion) -> Rows:
     """Rows from the same list of uses that everything else derives from."""
     limits = spec.limits
-    attention, append, merge = [], [], {}
+    attention, append, merge, varlen = [], [], {}, []
     groups: dict[tuple, dict] = {}
     for use in expansion.uses:
         v, g = use.variant, use.variant.geometry
@@ -54,6 +61,11 @@ def dispatch_rows(spec, expansion: Expansion) -> Rows:
             attention.append(
                 AttentionRow(len(attention), arch, layer, query_heads, kv_heads, aligned, low, high, decode, prefill, reason)
             )
+        varlen.append(
+            VarlenRow(
+                len(varlen), arch, layer, query_heads, kv_heads, aligned, symbols["varlen", None], _ALIGNED[aligned]
+            )
+        )
         append.append(
             AppendRow(len(append), arch, layer, kv_heads, aligned, symbols["append_kv", None], _ALIGNED[aligned])
         )
@@ -62,7 +74,7 @@ def dispatch_rows(spec, expansion: Expansion) -> Rows:
         key = (use.arch, g.query_heads, g.v_dim)
         if v.family == "merge_states" and key not in merge:
             merge[key] = MergeRow(len(merge), *key, v.symbol, "contiguous states; misaligned ones are copied first")
-    return Rows(tuple(attention), _unique_append(append), tuple(merge.values()))
+    return Rows(tuple(attention), _unique_append(append), tuple(merge.values()), tuple(varlen))
 
 
 def _unique_append(rows: list[AppendRow]) -> tuple[AppendRow, ...]:
@@ -83,7 +95,7 @@ def _features(spec: Spec, use: Use) -> list[tuple[str, str]]:
     if use.variant.family == "append_kv" and entry.rotary is not None:
         values |= {"rotary_dim": entry.rotary.dim, "rotary_style": entry.rotary.style}
         values["query_heads"] = use.variant.geometry.query_heads
-    if spec.kv_cache.layout != "NHD":
+    if spec.kv_cache.layout != "NHD" and use.variant.family != "varlen":
         values["layout"] = spec.kv_cache.layout
     return [(name, repr(value)) for name, value in values.items()]
 
