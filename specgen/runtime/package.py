@@ -141,8 +141,8 @@ class Package(Eager):
 
         A layer with rotary embedding rotates the keys on their way, and the queries in the same launch: q
         `[tokens, query_heads, qk_dim]`, positions int64 `[tokens]`, cos and sin float32 `[positions, rotary
-        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may not overlap q. A position
-        outside the tables is clamped to them.
+        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may overlap none of q, k and v. A
+        position outside the tables is clamped to them.
         """
         rotary = None
         if not (q is positions is cos is sin is q_out is None):
