@@ -61,11 +61,8 @@ def dispatch_rows(spec, expansion: Expansion) -> Rows:
             attention.append(
                 AttentionRow(len(attention), arch, layer, query_heads, kv_heads, aligned, low, high, decode, prefill, reason)
             )
-        varlen.append(
-            VarlenRow(
-                len(varlen), arch, layer, query_heads, kv_heads, aligned, symbols["varlen", None], _ALIGNED[aligned]
-            )
-        )
+        facts = (arch, layer, query_heads, kv_heads, aligned, symbols["varlen", None], _ALIGNED[aligned])
+        varlen.append(VarlenRow(len(varlen), *facts))
         append.append(
             AppendRow(len(append), arch, layer, kv_heads, aligned, symbols["append_kv", None], _ALIGNED[aligned])
         )

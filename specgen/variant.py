@@ -94,7 +94,7 @@ class Variant:
     config: Config
     aligned: bool
     max_seqs: int
-    max_query_len: int | None = None  # decode: rows it takes; prefill: rows it leaves to decode; None: no such bound
+    max_query_len: int | None = None  # decode: rows it takes; prefill: rows it leaves to decode
 
     @property
     def symbol(self) -> str:

@@ -1,4 +1,4 @@
-"""Rotary embedding fused into append_kv, over a fake device: what is launched, and what is refused before that."""
+"""Rotary embedding fused into append_kv, over a fake device: what is launched, what is refused before."""
 
 import pytest
 import torch
@@ -82,7 +82,10 @@ WRONG = {
     "over k": lambda: shared("k"),
     "over v": lambda: shared("v"),
     "in place": lambda: ((given := call()) | {"q_out": given["q"]}, ["q_out overlaps q"]),
-    "itself": lambda: (call(q_out=over(128, QK)), ["q_out has strides (128, 32, 1) that overlap", "own address"]),
+    "itself": lambda: (
+        call(q_out=over(128, QK)),
+        ["q_out has strides (128, 32, 1) that overlap", "own address"],
+    ),
     "expanded": lambda: (call(q_out=over(0, QK)), ["q_out has strides (0, 32, 1) that overlap"]),
     "no cos": lambda: (call(cos=None), ["cos is None", "layer 'global' has rotary embedding"]),
     "q type": lambda: (call(q=[1]), ["q is list", "torch.Tensor [tokens, query_heads, qk_dim]"]),
@@ -93,9 +96,18 @@ WRONG = {
     "positions": lambda: (call(positions=torch.zeros(5).int()), ["positions has dtype torch.int32", "int64"]),
     "positions stride": lambda: (call(positions=torch.zeros(10).long()[::2]), ["positions has strides (2,)"]),
     "q dtype": lambda: (call(q=torch.zeros(TOKENS, HEADS, QK).half()), ["q has dtype torch.float16"]),
-    "q stride": lambda: (call(q=torch.zeros(TOKENS, HEADS, 2 * QK)[..., ::2]), ["q has strides", "last stride of 1"]),
-    "q_out shape": lambda: (call(q_out=torch.zeros(TOKENS, HEADS, 16)), ["q_out has shape [5, 8, 16]", "[5, 8, 32]"]),
-    "q meta": lambda: (call(q=torch.zeros(TOKENS, HEADS, QK, device="meta")), ["q is on meta", "k's device cpu"]),
+    "q stride": lambda: (
+        call(q=torch.zeros(TOKENS, HEADS, 2 * QK)[..., ::2]),
+        ["q has strides", "last stride of 1"],
+    ),
+    "q_out shape": lambda: (
+        call(q_out=torch.zeros(TOKENS, HEADS, 16)),
+        ["q_out has shape [5, 8, 16]", "[5, 8, 32]"],
+    ),
+    "q meta": lambda: (
+        call(q=torch.zeros(TOKENS, HEADS, QK, device="meta")),
+        ["q is on meta", "k's device cpu"],
+    ),
     "sin grad": lambda: (call(sin=torch.zeros(7, 8, requires_grad=True)), ["sin requires grad"]),
 }
 

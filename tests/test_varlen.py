@@ -1,4 +1,7 @@
-"""attention_varlen over a fake device: rows, launches, refusals, operators, explain. Its values: test_varlen_values.py."""
+"""attention_varlen over a fake device: rows, launches, refusals, operators, explain.
+
+Its values: test_varlen_values.py.
+"""
 
 from dataclasses import replace
 
@@ -26,7 +29,9 @@ def close(found, want):
 
 
 def rows():
-    return [VarlenRow(i, "sm_90", "all", 8, 2, aligned, "varlen", "") for i, aligned in enumerate((True, False))]
+    return [
+        VarlenRow(i, "sm_90", "all", 8, 2, aligned, "varlen", "") for i, aligned in enumerate((True, False))
+    ]
 
 
 def test_one_row_of_each_guard():
@@ -34,7 +39,9 @@ def test_one_row_of_each_guard():
     assert table.varlen("sm_90", "all", 8, 2, False) is table.varlen_rows[1] and table.archs == ("sm_90",)
     with pytest.raises(ValueError, match="attention_varlen rows 0 and 1 overlap"):
         Table((), (), (), [rows()[0], replace(rows()[0], index=1)])
-    with pytest.raises(NoRowError, match="9/2 heads, aligned True; the table has all with 8/2 heads on sm_90"):
+    with pytest.raises(
+        NoRowError, match="9/2 heads, aligned True; the table has all with 8/2 heads on sm_90"
+    ):
         table.varlen("sm_90", "all", 9, 2, True)
 
 
@@ -151,9 +158,7 @@ def test_layers_and_degrees(tmp_path):
 def test_a_package_of_hnd_caches(tmp_path):
     package = fake(tmp_path, features={"layout": "HND"})
     tensors, keywords = packed()
-    close(
-        package.attention_varlen(*tensors, **keywords), reference.attention_varlen(*tensors, **keywords)[0]
-    )
+    close(package.attention_varlen(*tensors, **keywords), reference.attention_varlen(*tensors, **keywords)[0])
 
 
 def extras_of(seqs, heads=8):
@@ -171,9 +176,7 @@ def test_every_feature_at_once(tmp_path):
     tensors, keywords = packed(lens)
     extras = extras_of(3)
     out = package.attention_varlen(*tensors, **keywords, **extras, checks="full")
-    close(
-        out, reference.attention_varlen(*tensors, **keywords, **extras, sliding_window=3, softcap=2.0)[0]
-    )
+    close(out, reference.attention_varlen(*tensors, **keywords, **extras, sliding_window=3, softcap=2.0)[0])
     a = launched(package)[0][3]
     assert list(a) == [argument.name for argument in arguments("varlen", **ALL)]
     assert a["sinks_f32_ptr"] is extras["sinks"] and a["num_prefix_ranges"] == 2
@@ -243,7 +246,10 @@ WRONG = {
     "layer name": (put(layer="glob"), ["layer is 'glob'", "'global'"]),
     "layer type": (put(layer=["global"]), ["layer is list", "a str"]),
     "cu none": (put(cu_seqlens_q=ints()), ["cu_seqlens_q has no entries"]),
-    "cu count": (changed("cu_seqlens_k", lambda x: x[:4]), ["cu_seqlens_k has 4 entries", "5, as cu_seqlens_q"]),
+    "cu count": (
+        changed("cu_seqlens_k", lambda x: x[:4]),
+        ["cu_seqlens_k has 4 entries", "5, as cu_seqlens_q"],
+    ),
     "tokens": (put(q=torch.zeros(65, 8, QK)), ["q has 65 tokens", "at most 64", "limits.max_tokens"]),
     "seqs": (
         put(cu_seqlens_q=ints(*[0] * 10), cu_seqlens_k=ints(*[0] * 10)),
@@ -259,7 +265,10 @@ WRONG = {
     "k grad": (changed("k", lambda x: x.requires_grad_()), ["k requires grad", "no backward"]),
     "out shape": (put(out=torch.zeros(4, 8, QK)), ["out has shape [4, 8, 32]", "[4, 8, 16]"]),
     "out dtype": (put(out=torch.zeros(4, 8, V).half()), ["out has dtype torch.float16", "torch.float32"]),
-    "out overlap": (put(out=torch.zeros(1, 8, V).expand(4, 8, V)), ["out has strides (0, 16, 1) that overlap"]),
+    "out overlap": (
+        put(out=torch.zeros(1, 8, V).expand(4, 8, V)),
+        ["out has strides (0, 16, 1) that overlap"],
+    ),
     "max_seqlen_q": (put(max_seqlen_q=True), ["max_seqlen_q is bool", "host int"]),
     "max_seqlen_k": (put(max_seqlen_k=-1), ["max_seqlen_k is -1", "at least 0"]),
     "return_lse": (put(return_lse=1), ["return_lse is int", "True or False"]),
@@ -294,7 +303,10 @@ WRONG_VALUES = {
     "q start": (put(cu_seqlens_q=ints(1, 1, 3, 3, 4)), ["cu_seqlens_q starts at 1", "0"]),
     "k start": (put(cu_seqlens_k=ints(2, 9, 14, 17, 18)), ["cu_seqlens_k starts at 2", "0"]),
     "k falls": (put(cu_seqlens_k=ints(0, 9, 4, 17, 18)), ["cu_seqlens_k falls from 9 to 4 at sequence 1"]),
-    "q end": (put(cu_seqlens_q=ints(0, 1, 3, 3, 5)), ["cu_seqlens_q ends at 5", "at most 4, the tokens of q"]),
+    "q end": (
+        put(cu_seqlens_q=ints(0, 1, 3, 3, 5)),
+        ["cu_seqlens_q ends at 5", "at most 4, the tokens of q"],
+    ),
     "k end": (put(cu_seqlens_k=ints(0, 9, 14, 17, 19)), ["cu_seqlens_k ends at 19", "18, the tokens of k"]),
     "bound q": (put(max_seqlen_q=1), ["max_seqlen_q is 1", "sequence 1 has 2 query rows"]),
     "bound k": (put(max_seqlen_k=8), ["max_seqlen_k is 8", "sequence 0 has 9 keys"]),
@@ -420,7 +432,9 @@ def test_explain(package):
     assert "4 attention_varlen" in package.describe()
 
 
-@pytest.mark.parametrize("features", [{"sliding_window": 5}, {"chunk": 8}, {"mask": "bidirectional"}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{"sliding_window": 5}, {"chunk": 8}, {"mask": "bidirectional"}], ids=str
+)
 def test_explain_counts_what_is_visible(tmp_path, features):
     package = fake(tmp_path, features=features)
     lens = [(9, 30), (1, 32), (0, 7), (3, 2)]

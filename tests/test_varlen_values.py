@@ -1,4 +1,4 @@
-"""attention_varlen of generated packages on a CPU, in Triton's interpreter: their own tests, and encoders over a fused QKV.
+"""attention_varlen of generated packages on a CPU, in Triton's interpreter: their own tests, and a fused QKV.
 
 One subprocess per package, because TRITON_INTERPRET must be set before Triton is imported.
 """
@@ -70,12 +70,12 @@ def assert_right(found, expected, dtype=DTYPE):
 def test_fused_qkv(name):
     (q, k, v), cu_seqlens, formula, extras = given(name)
     own = sum(LENGTHS)
+    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     out, lse = package.attention_varlen(
-        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, layer=name, return_lse=True, checks="full", **extras
+        q, k, v, **lengths, layer=name, return_lse=True, checks="full", **extras
     )
     if LAYERS[name]["alibi"]:
         extras["alibi_slopes"] = torch.tensor(package._package.open(q.device).alibi_slopes(q.shape[1]))
-    lengths = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     expected = reference.attention_varlen(q[:own], k, v, **lengths, **formula, **extras)
     assert_right((out[:own], lse[:own]), expected)
 
@@ -102,7 +102,9 @@ def test_the_first_prefill_without_a_cache_is_that_with_one(name):
 @pytest.mark.parametrize("dtype", SPECS)
 def test_values_in_the_interpreter(dtype, tmp_path):
     spec = tmp_path / f"{dtype}.yaml"
-    entries = "\n".join(f"  - {{name: layer_{i}, layers: [{i}], {entry}}}" for i, entry in enumerate(SPECS[dtype]))
+    entries = "\n".join(
+        f"  - {{name: layer_{i}, layers: [{i}], {entry}}}" for i, entry in enumerate(SPECS[dtype])
+    )
     spec.write_text(
         f"version: 1\nname: {dtype}\ndtype: {dtype}\nattention:\n{entries}\n"
         f"kv_cache: {{dtype: {dtype}, page_size: 16}}\ntargets: [h200]\nlimits: {LIMITS}\n"

@@ -167,7 +167,9 @@ class Eager:
         device = q.device
         plans = self._devices.get(device) or self.open(device)
         if return_lse is not False and return_lse is not True:  # a tensor's truth would synchronise
-            _refusals.bad("attention_varlen", "return_lse", f"is {type(return_lse).__name__}", "True or False")
+            _refusals.bad(
+                "attention_varlen", "return_lse", f"is {type(return_lse).__name__}", "True or False"
+            )
         if out is None:
             out = q.new_empty((tokens, geometry.query_heads, geometry.v_dim))
         lse = None

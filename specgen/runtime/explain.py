@@ -133,8 +133,8 @@ def explain(
 def explain_varlen(
     package, plans, problem, bound, data, return_lse, max_seqlen_k, lengths, ranged=False
 ) -> Explanation:
-    """The explanation of one checked call of attention_varlen; `bound` is what `Eager.bind_varlen` returns, the
-    rest as in `explain`.
+    """The explanation of one checked call of attention_varlen; `bound` is what `Eager.bind_varlen` returns,
+    the rest as in `explain`.
     """
     geometry, tokens, rows_bound, seqs, *_ = bound
     manifest, table = package.manifest, package.table

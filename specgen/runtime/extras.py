@@ -19,7 +19,7 @@ _SINK_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def check_extras(function: str, geometry: Geometry, extras: tuple | None, q: Tensor, seqs: int) -> None:
-    """Check the feature tensors of a call of `attention` or `attention_varlen` whose batch is already checked.
+    """Check the feature tensors of an `attention` or `attention_varlen` call whose batch is already checked.
 
     Raises UnsupportedError for one that the layer has not, ArgumentError for one that is missing or unfit.
     """

@@ -68,9 +68,7 @@ class Operators:
         self._append_kv_rotary = space.append_kv_rotary.default
         self._merge_states = space.merge_states.default
 
-    def attention(
-        self, function, batch, max_seqlen_q, max_seqlen_k, layer, checks, out, return_lse, extras
-    ):
+    def attention(self, function, batch, max_seqlen_q, max_seqlen_k, layer, checks, out, return_lse, extras):
         """`attention` or `attention_varlen` as one operator, with the tensors of the batch in its order; the
         result is that of the public function.
         """

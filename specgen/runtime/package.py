@@ -42,7 +42,15 @@ class Package(Eager):
     """
 
     def __init__(
-        self, name, directory, attention_rows, append_rows, merge_rows, varlen_rows, *, open_device=_open_device
+        self,
+        name,
+        directory,
+        attention_rows,
+        append_rows,
+        merge_rows,
+        varlen_rows,
+        *,
+        open_device=_open_device,
     ):
         super().__init__(name, directory, attention_rows, append_rows, merge_rows, varlen_rows, open_device)
         self._operators = Operators(self)
@@ -109,11 +117,11 @@ class Package(Eager):
         q `[tokens, query_heads, qk_dim]`, k `[key_tokens, kv_heads, qk_dim]`, v `[key_tokens, kv_heads,
         v_dim]`: the spec's dtype, any strides with a unit last stride, such as slices of a fused QKV.
         cu_seqlens_q, cu_seqlens_k int32 `[seqs + 1]`: rows cu_seqlens_k[s] to cu_seqlens_k[s + 1] of k and v
-        are the keys of sequence s, likewise its queries. Row i of m queries over n keys sits at position n - m
-        + i. `layer`, `out`, `return_lse`, `checks`, the bounds `max_seqlen_q` and `max_seqlen_k` and the tensors
-        of features are those of `attention`; no workspace is needed. Unless `checks` is "full", device values
-        are the caller's duty: both cu_seqlens rise from 0, to at most tokens and key_tokens, and are used as
-        addresses. Raises as `attention` does.
+        are the keys of sequence s, likewise its queries. Row i of m queries over n keys sits at position
+        n - m + i. `layer`, `out`, `return_lse`, `checks`, the bounds `max_seqlen_q` and `max_seqlen_k` and
+        the tensors of features are those of `attention`; no workspace is needed. Unless `checks` is "full",
+        device values are the caller's duty: cu_seqlens_q and cu_seqlens_k, rising from 0 to at most tokens
+        and key_tokens, are used as addresses. Raises what `attention` raises.
         """
         extras = None
         if sinks is not None or alibi_slopes is not None or prefix_ranges is not None:
@@ -141,8 +149,8 @@ class Package(Eager):
 
         A layer with rotary embedding rotates the keys on their way, and the queries in the same launch: q
         `[tokens, query_heads, qk_dim]`, positions int64 `[tokens]`, cos and sin float32 `[positions, rotary
-        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may overlap none of q, k and v. A
-        position outside the tables is clamped to them.
+        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may overlap none of q, k and v.
+        A position outside the tables is clamped to them.
         """
         rotary = None
         if not (q is positions is cos is sin is q_out is None):
@@ -259,7 +267,15 @@ class Package(Eager):
             names = f"{q_name}, {k_name} or {v_name}"
             _refusals.bad(function, names, "requires grad", "torch.no_grad() or .detach()")
         return self._operators.attention(
-            function, tuple(batch.values()), max_seqlen_q, max_seqlen_k, layer, checks, out, return_lse, extras
+            function,
+            tuple(batch.values()),
+            max_seqlen_q,
+            max_seqlen_k,
+            layer,
+            checks,
+            out,
+            return_lse,
+            extras,
         )
 
     def _plans_or_problem(self, device: torch.device) -> tuple[DevicePlans | None, str | None]:

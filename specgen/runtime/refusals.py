@@ -170,8 +170,8 @@ def overlaps(*dims: tuple[int, int]) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors [tokens, ...] of one dtype may share an address. Column ranges of one fused buffer do
-    not; rows that interleave in another way are taken to.
+    """Whether two tensors [tokens, ...] of one dtype may share an address. Column ranges of one fused buffer
+    do not; rows that interleave in another way are taken to.
     """
     if not a.numel() or not b.numel():
         return False

@@ -177,8 +177,8 @@ class Table:
         proof.
 
         Checked by intervals: each (arch, layer, heads) has both guards, each guard's rows meet end to end
-        from 1 to `max_tokens`, each row launches something, and each layer has its append_kv, merge_states and
-        attention_varlen rows where the table has any of those.
+        from 1 to `max_tokens`, each row launches something, and each layer has its append_kv, merge_states
+        and attention_varlen rows where the table has any of those.
         """
         found = []
         for arch in self.archs:

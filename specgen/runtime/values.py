@@ -76,7 +76,7 @@ def check_varlen_values(
     max_seqlen_k: int | None,
     extras: tuple | None,
 ) -> None:
-    """Check offsets and feature tensors of one `attention_varlen` call, as `check_values` does for `attention`."""
+    """Check offsets and feature tensors of one `attention_varlen` call, as `check_values` has it."""
     function = "attention_varlen"
     _refuse_capture(function, cu_seqlens_q)
     queries = _lengths(function, "cu_seqlens_q", cu_seqlens_q, tokens, "q")
@@ -100,7 +100,7 @@ def _refuse_capture(function: str, tensor: Tensor) -> None:
 
 
 def _lengths(function: str, name: str, cumulative: Tensor, tokens: int, of: str) -> Tensor:
-    """The lengths between cumulative offsets, int64 [seqs] on the host, if those rise from 0 to at most `tokens`."""
+    """The lengths between offsets that rise from 0 to at most `tokens`; int64 [seqs] on the host."""
     offsets = cumulative.cpu().long()
     lengths = offsets.diff()
     if offsets[0] != 0:

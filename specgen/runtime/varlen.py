@@ -1,5 +1,5 @@
-"""Checks of `attention_varlen`, as checks.py has them: keys and values are contiguous, sequence behind sequence,
-and no page table says where they lie.
+"""Checks of `attention_varlen`, as checks.py has them: keys and values are contiguous, sequence behind
+sequence, and no page table says where they lie.
 
 Reads shapes, strides, dtypes, devices and host integers only. Kept straight-line: it is on the path of every
 call.
@@ -34,7 +34,8 @@ def check_varlen(
 ) -> tuple[int, int, tuple[int, ...]]:
     """Check one call; return (num_seqs, stride bits, strides).
 
-    Strides are in kernel order, those of a missing `out` contiguous; stride bits are the strides or-ed together.
+    Strides are in kernel order, those of a missing `out` contiguous; stride bits are the strides or-ed
+    together.
     """
     dtype = geometry.dtype
     tokens, query_heads, qk_dim = q_shape

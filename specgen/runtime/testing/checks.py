@@ -47,8 +47,8 @@ def device_for(case: Case) -> torch.device:
 
 
 def batches(case: Case) -> list[str]:
-    """Names of the batches that `check_attention`, or `check_varlen`, takes for this case on this machine, for
-    pytest.mark.parametrize.
+    """Names of the batches that `check_attention`, or `check_varlen`, takes for this case on this machine,
+    for pytest.mark.parametrize.
     """
     return [batch.name for batch in _known(case) if torch.cuda.is_available() or not batch.large]
 
@@ -84,8 +84,8 @@ def check_attention(package, case: Case, batch: str) -> None:
 
 
 def check_varlen(package, case: Case, batch: str) -> None:
-    """One batch over contiguous keys and values, as `check_attention` has it; keys that no row sees are poisoned,
-    those between two sequences too.
+    """One batch over contiguous keys and values, as `check_attention` has it; keys that no row sees are
+    poisoned, those between two sequences too.
     """
     device = device_for(case)
     row = _varlen_row(package, case, device)
@@ -268,8 +268,8 @@ def _arranged(
 
 
 def _run(package, pool: Pool, label: str, seen: torch.Tensor | None, **options) -> torch.Tensor:
-    """Call with and without lse (in the interpreter with it at first, then without): each is right, and all have
-    the same bits, those of the runs before if there are any. Returns the bits.
+    """Call with and without lse (in the interpreter with it at first, then without): each is right, and all
+    have the same bits, those of the runs before if there are any. Returns the bits.
     """
     for return_lse in (True, False) if pool.device.type == "cuda" else (seen is None,):
         pool.poison_out()
@@ -323,8 +323,8 @@ def _arrangements(case: Case, device: torch.device) -> list[tuple[str, float]]:
 
 
 def _min_tokens(batch: Batch, case: Case, least: int = 1) -> int:
-    """Rows of q to allocate: a few canary rows behind the batch, and the `least` that the row's bound needs to
-    be in force.
+    """Rows of q to allocate: a few canary rows behind the batch, and the `least` that the row's bound needs
+    to be in force.
     """
     if not batch.sequences:
         return 0
