@@ -1,7 +1,7 @@
 """Spec -> the one list of specializations and where each is used. Pure; everything generated derives from this list."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specgen.errors import BuildError
 from specgen.rules import why_not
@@ -11,11 +11,13 @@ from specgen.tuning import candidates
 from specgen.tuning.choose import Choice, Decision, choose
 from specgen.tuning.records import Launch, Measurement, Schedule, attention_part
 from specgen.tuning.tree import leaves, replace_leaves
-from specgen.variant import Geometry, Variant
+from specgen.variant import PAGED, Geometry, Variant
 
 
-# Alignment guards of the families beside attention: the runtime copies misaligned states instead of merging them slowly.
-_GUARDS = {"append_kv": (True, False), "merge_states": (True,)}
+# Alignment guards of the families beside paged attention: the runtime copies misaligned states instead of merging them slowly.
+_GUARDS = {"varlen": (True, False), "append_kv": (True, False), "merge_states": (True,)}
+# The origin of a configuration that measurements chose; which ones, the rows that launch it say.
+_MEASURED = "measured; the dispatch rows cite the measurements"
 
 
 @dataclass(frozen=True)
@@ -192,24 +194,31 @@ class _Site:
             limits=self.spec.limits,
             defaults=defaults,
             known=self.known,
-            fits=lambda schedule: next(
-                (reason for v in self.launched(schedule, aligned) for _, reason in self.refusals(v)), None
-            ),
+            fits=lambda schedule: self.unfit(schedule, aligned),
         )
 
         def route(decision: Decision) -> Route:
-            variants = {v.family: v for v in self.launched(decision.schedule, aligned)}
-            decode, prefill = variants.get("decode"), variants.get("prefill")
-            return Route(decode, prefill, f"{_takes(decision.schedule)}; {decision.evidence}")
+            schedule = decision.schedule
+            variants = (self.launched(launch, schedule, aligned) for launch in (schedule.decode, schedule.prefill))
+            return Route(*variants, f"{_takes(schedule)}; {decision.evidence}")
 
         return replace_leaves(choice.tree, route), choice
 
-    def launched(self, schedule: Schedule, aligned: bool) -> list[Variant]:
-        """The specializations that a schedule launches here."""
-        return [
-            Variant(launch.family, self.shape, launch.config, aligned, self.spec.limits.max_seqs, schedule.max_query_len)
-            for launch in schedule.launches
-        ]
+    def unfit(self, schedule: Schedule, aligned: bool) -> str | None:
+        """Why a measured schedule cannot be used here, or None."""
+        for launch in schedule.launches:
+            if launch.family not in PAGED:
+                return f"{launch.family} reads no paged cache"
+            for _, reason in self.refusals(self.launched(launch, schedule, aligned)):
+                return reason
+        return None
+
+    def launched(self, launch: Launch | None, schedule: Schedule, aligned: bool) -> Variant | None:
+        """The specialization of one launch of a schedule."""
+        if launch is None:
+            return None
+        config = launch.config if launch.config.origin else replace(launch.config, origin=_MEASURED)
+        return Variant(launch.family, self.shape, config, aligned, self.spec.limits.max_seqs, schedule.max_query_len)
 
     def refusals(self, variant: Variant) -> list[tuple[Target, str]]:
         """(target, reason) for each GPU that cannot hold it."""

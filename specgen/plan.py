@@ -7,7 +7,7 @@ from pathlib import Path
 from specgen.artifact import Artifact
 from specgen.expand import Expansion, Use
 from specgen.load import Loaded
-from specgen.runtime.table import EVERY, AppendRow, AttentionRow, MergeRow
+from specgen.runtime.table import EVERY, AppendRow, AttentionRow, MergeRow, VarlenRow
 from specgen.spec import Spec
 from specgen.tuning.tree import Split, boxes, domain
 from specgen.variant import Variant
@@ -17,7 +17,13 @@ RUNTIME = Path(__file__).parent / "runtime"
 _RUNTIME_SUFFIXES = (".py", ".c")
 _ALIGNED = {True: "every pointer and stride is aligned", False: "a pointer or stride is not aligned"}
 # The test template of each kernel family.
-_TESTS = {"decode": "attention", "prefill": "attention", "append_kv": "append_kv", "merge_states": "merge_states"}
+_TESTS = {
+    "decode": "attention",
+    "prefill": "attention",
+    "varlen": "attention_varlen",
+    "append_kv": "append_kv",
+    "merge_states": "merge_states",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Rows:
     selectors: tuple[Selector, ...]
     append: tuple[AppendRow, ...]
     merge: tuple[MergeRow, ...]
+    varlen: tuple[VarlenRow, ...]
 
 
 def package_name(spec_name: str) -> str:
@@ -58,7 +65,7 @@ def package_name(spec_name: str) -> str:
 
 def dispatch_rows(spec, expansion: Expansion) -> Rows:
     """Rows from the same list of uses that everything else derives from."""
-    attention, selectors, append, merge = [], [], {}, {}
+    attention, selectors, append, merge, varlen = [], [], {}, {}, {}
     for each in expansion.dispatch:
         heads = next(entry for entry in spec.attention if entry.name == each.layer).per_rank(each.degree)
         key = (each.arch, each.layer, *heads, each.aligned)
@@ -74,7 +81,10 @@ def dispatch_rows(spec, expansion: Expansion) -> Rows:
             key = (use.arch, g.query_heads, g.v_dim)
             reason = "contiguous states; misaligned ones are copied first"
             merge.setdefault(key, MergeRow(len(merge), *key, v.symbol, reason))
-    return Rows(tuple(attention), tuple(selectors), tuple(append.values()), tuple(merge.values()))
+        if v.family == "varlen":
+            key = (use.arch, use.layer, g.query_heads, g.kv_heads, v.aligned)
+            varlen[key] = VarlenRow(len(varlen), *key, v.symbol, _ALIGNED[v.aligned])
+    return Rows(tuple(attention), tuple(selectors), *(tuple(rows.values()) for rows in (append, merge, varlen)))
 
 
 def _routed(key: tuple, tree: object, spec: Spec, start: int) -> tuple[list[AttentionRow], SelectorNode]:
@@ -107,7 +117,7 @@ def _features(spec: Spec, use: Use) -> list[tuple[str, str]]:
     if use.variant.family == "append_kv" and entry.rotary is not None:
         values |= {"rotary_dim": entry.rotary.dim, "rotary_style": entry.rotary.style}
         values["query_heads"] = use.variant.geometry.query_heads
-    if spec.kv_cache.layout != "NHD":
+    if spec.kv_cache.layout != "NHD" and use.variant.family != "varlen":
         values["layout"] = spec.kv_cache.layout
     return [(name, repr(value)) for name, value in values.items()]
 

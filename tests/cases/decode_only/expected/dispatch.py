@@ -7,7 +7,7 @@ rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promis
 the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
-from .runtime.table import AppendRow, AttentionRow, MergeRow
+from .runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
 
 ATTENTION_ROWS = (
     AttentionRow(
@@ -109,5 +109,28 @@ MERGE_ROWS = (
         v_dim=64,
         symbol="merge_states_d64_bf16_m8_w4s1c4",
         reason="contiguous states; misaligned ones are copied first",
+    ),
+)
+
+VARLEN_ROWS = (
+    VarlenRow(
+        index=0,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        symbol="varlen_h8x2_d64_bf16_causal_m128n64_w4s3c2",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=1,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=False,
+        symbol="varlen_h8x2_d64_bf16_causal_m32n32_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
     ),
 )
