@@ -117,7 +117,7 @@ def choose(
     rows = [w for w in range(len(matrix.workloads)) if w not in given]
     options = (limits, tolerance, max_leaves)
     tree = _whole(matrix, rows, parts, *options)
-    judged = _on(matrix, given, tree) if given else _cross_validated(matrix, parts, *options)
+    judged = _on(matrix, sorted(given), tree) if given else _cross_validated(matrix, parts, *options)
     named = replace_leaves(tree, lambda leaf: _decision(matrix, leaf, relative.gpu.name))
     defaults_tree = _joined(parts, [Leaf(matrix.schedules.index(part.default), ()) for part in parts])
     return Choice(
