@@ -22,7 +22,7 @@ LAYERS = {
     " tuning.records",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
-    "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
+    "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
     " cache toolchain loops resources aot aot_worker wheel verify"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
     " tuning.evidence tuning.relatives tuning.choose",
@@ -36,7 +36,9 @@ EXTRA = {
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
-    "expand": "rules tuning",  # enumerating asks what is preferred and what is legal
+    # Enumerating asks what is preferred, what is legal, and what was measured.
+    "expand": "rules tuning tuning.choose tuning.tree",
+    "measured": "expand load plan render toolchain tuning.current tuning.jsonl tuning.shipped",
     "tuning.shipped": "tuning.jsonl",
     "tuning.store": "tuning.jsonl",
     # From measurements to a tree: parts of one verb, each on those before it.
@@ -46,7 +48,7 @@ EXTRA = {
     "tuning.tree": "runtime.table",
     "tuning.evidence": "tuning.matrix",
     "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
-    "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads
+    "plan": "expand load runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
     "resources": "loops toolchain",

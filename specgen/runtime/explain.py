@@ -151,9 +151,9 @@ def _why(geometry: Geometry, row: AttentionRow, bounds: Bounds, broken: list[str
         f"at most {bounds.query_len} query rows per sequence (tokens {bounds.tokens}): "
         f"row takes {row.min_query_len}..{row.max_query_len}",
     ]
-    for name, value, (low, high) in zip(bounds._fields[1:], bounds[1:], row.box[1:]):
-        if (low, high) != EVERY:
-            why.append(f"{name} at most {value}: row takes {low}.." + (f"{high}" if high < EVERY[1] else ""))
+    for name, (low, high) in row.narrowed:
+        top = high if high < EVERY[1] else ""
+        why.append(f"{name} at most {getattr(bounds, name)}: row takes {low}..{top}")
     stride = (geometry.stride_mask + 1) * geometry.dtype.itemsize
     if broken:
         why.append("unaligned: " + "; ".join(broken))

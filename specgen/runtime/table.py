@@ -56,6 +56,11 @@ class AttentionRow:
         """(least, most) of each of Bounds, in its order."""
         return (self.min_query_len, self.max_query_len), self.seqs, self.tokens, self.keys
 
+    @property
+    def narrowed(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """(name, range) of the bounds but query_len that the row asks for."""
+        return tuple((name, each) for name, each in zip(Bounds._fields[1:], self.box[1:]) if each != EVERY)
+
     def holds(self, bounds: Bounds) -> bool:
         """Whether the row is for a call of these bounds."""
         return all(low <= value <= high for (low, high), value in zip(self.box, bounds))

@@ -15,7 +15,6 @@ import torch
 
 from .. import reference
 from ..device import Device
-from ..table import EVERY
 from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, edge_batches, fit
 from .pools import CANARY, Pool, bits
 
@@ -263,7 +262,7 @@ def _attention_rows(package, case: Case, device: torch.device) -> list:
 
 def _serving(package, row):
     """What to call so that `row` serves any batch: the package, or, of a row for some batches only, one pinned to it."""
-    return package if row.box[1:] == (EVERY,) * 3 else package.attention.__self__.pinned(row)
+    return package.attention.__self__.pinned(row) if row.narrowed else package
 
 
 def _assert_chosen(package, case: Case, row, pool: Pool, bound: int) -> None:

@@ -20,7 +20,14 @@ from pathlib import Path
 from . import dispatch
 from .runtime.package import Package
 
-_package = Package(__name__, Path(__file__).parent, dispatch.ATTENTION_ROWS, dispatch.APPEND_ROWS, dispatch.MERGE_ROWS)
+_package = Package(
+    __name__,
+    Path(__file__).parent,
+    dispatch.ATTENTION_ROWS,
+    dispatch.APPEND_ROWS,
+    dispatch.MERGE_ROWS,
+    selectors=dispatch.SELECTORS,
+)
 
 attention = _package.attention
 append_kv = _package.append_kv
