@@ -97,8 +97,9 @@ def choose(
     measurements: usable ones (current.usable), of any geometry and GPU. defaults: (bound, schedule) by rising bound on query
     rows per sequence, the last at least limits.max_tokens: what is launched without measurements; each must be legal up to
     its bound. known: every target, to recognise measured GPUs. fits: the reason why a schedule cannot be used, or None; it also
-    turns away the families of another call, such as varlen. held_out: names of workloads to judge by instead of fitting to; without any, every workload is left out of one of FOLDS
-    fits. max_leaves: for each part of the query lengths. Raises ValueError for defaults that leave a call without a schedule.
+    turns away the families of another call, such as varlen. held_out: names of workloads to judge by instead of fitting to;
+    without any, every workload is left out of one of FOLDS fits. max_leaves: for each part of the query lengths. Raises
+    ValueError for defaults that leave a call without a schedule.
     """
     parts = _parts(defaults, limits)
     own = [m for m in measurements if m.setting.geometry == attention_part(geometry) and m.setting.aligned == aligned]
@@ -117,7 +118,7 @@ def choose(
     rows = [w for w in range(len(matrix.workloads)) if w not in given]
     options = (limits, tolerance, max_leaves)
     tree = _whole(matrix, rows, parts, *options)
-    judged = _on(matrix, given, tree) if given else _cross_validated(matrix, parts, *options)
+    judged = _on(matrix, sorted(given), tree) if given else _cross_validated(matrix, parts, *options)
     named = replace_leaves(tree, lambda leaf: _decision(matrix, leaf, relative.gpu.name))
     defaults_tree = _joined(parts, [Leaf(matrix.schedules.index(part.default), ()) for part in parts])
     return Choice(
