@@ -22,13 +22,16 @@ LAYERS = {
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
-    " cache toolchain loops resources aot aot_worker wheel verify",
+    " cache toolchain loops resources aot aot_worker wheel verify"
+    " bench.batch bench.timing",
     "composition": "pipeline provenance",
     "talk": "cli __main__",
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
 EXTRA = {
     "variant": "runtime.arguments runtime.sizes",  # signature and tile sizes: one statement for kernel and launch
+    "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
+    "bench.batch": "runtime.extras runtime.reference",
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
