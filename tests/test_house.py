@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files",
+    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
+    " bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
