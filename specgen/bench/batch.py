@@ -5,7 +5,7 @@ most PIECES pieces of PIECE query rows each, spread evenly over a batch that has
 """
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -73,6 +73,18 @@ class Batch:
         both = self.k_cache, self.v_cache
         return tuple(cache.transpose(1, 2) for cache in both) if self.layout == "HND" else both
 
+    @cached_property
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, v) as contiguous [seqs, heads, rows or keys, dim]: copies, for sequences of one length."""
+        rows, keys = self.workload.uniform
+        seqs = len(self.pages)
+        q = self.q.view(seqs, rows, *self.q.shape[1:]).transpose(1, 2).contiguous()
+        k, v = (
+            cache[self.block_table].flatten(1, 2)[:, :keys].transpose(1, 2).contiguous()
+            for cache in self.caches
+        )
+        return q, k, v
+
     @property
     def arguments(self) -> dict:
         """Arguments of a package's `attention`: what an engine passes, the host's bounds and `out` included."""
@@ -89,10 +101,6 @@ class Batch:
             "out": self.out,
             **self.features,
         }
-
-    def call(self, package):
-        """A call without arguments of `package.attention` over this batch; it returns `out`."""
-        return partial(package.attention, **self.arguments)
 
     def poison(self) -> None:
         """Fill `out` with NaN, so that a row which a call leaves unwritten is seen as an error."""
@@ -132,19 +140,23 @@ class Batch:
     @cached_property
     def _expected(self) -> Tensor:
         """The reference's rows [checked rows, query_heads, v_dim], float64."""
-        names = ("mask", "scale", "sliding_window", "chunk", "softcap")
-        formula = {name: self.layer[name] for name in names if self.layer.get(name) is not None}
         before = [keys - rows for rows, keys in self.workload.seqs]
-        out, _ = reference.attention(
+        return self._reference(
             self.q[self._rows],
-            *self.caches,
             block_table=self.block_table[[seq for seq, _, _ in self._pieces]],
             seq_lens=self._int32([before[seq] + end for seq, _, end in self._pieces]),
             cu_seqlens_q=self._int32([0, *accumulate(end - first for _, first, end in self._pieces)]),
-            **formula,
-            **self.features,
         )
-        return out
+
+    def reference(self) -> Tensor:
+        """The whole output in float64, from what the tensors hold now."""
+        names = ("block_table", "seq_lens", "cu_seqlens_q")
+        return self._reference(self.q, **{name: getattr(self, name) for name in names})
+
+    def _reference(self, q: Tensor, **tables: Tensor) -> Tensor:
+        names = ("mask", "scale", "sliding_window", "chunk", "softcap")
+        formula = {name: self.layer[name] for name in names if self.layer.get(name) is not None}
+        return reference.attention(q, *self.caches, **tables, **formula, **self.features)[0]
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=self._generator)

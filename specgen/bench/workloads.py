@@ -75,9 +75,7 @@ class Workload:
 
     def floor_us(self, layer: Mapping, read_GBs: float, matmul_TFLOPs: float) -> float:
         """The roofline floor in microseconds: the larger of bytes / bandwidth and operations / matrix rate."""
-        from specgen.runtime.explain import floor_us
-
-        return floor_us(_geometry(layer), *self._work(layer), read_GBs, matmul_TFLOPs)
+        return floor_us(layer, *self._work(layer), read_GBs, matmul_TFLOPs)
 
     def beyond(self, limits: Mapping) -> str | None:
         """Why a package with these limits (`limits` of its manifest) does not serve the workload; None if it does."""
@@ -101,6 +99,13 @@ def _geometry(layer: Mapping):
     from specgen.runtime.geometry import geometry_of
 
     return geometry_of(layer, layer["query_heads"], layer["kv_heads"])
+
+
+def floor_us(layer: Mapping, moved: int, operations: int, read_GBs: float, matmul_TFLOPs: float) -> float:
+    """Microseconds that so many bytes and operations need at least, in a layer's dtype."""
+    from specgen.runtime import explain
+
+    return explain.floor_us(_geometry(layer), moved, operations, read_GBs, matmul_TFLOPs)
 
 
 def parse(text: str) -> Workload:
@@ -192,6 +197,33 @@ SHARES = _all(
 STEPS = _all("dec b1 k1k", "dec b1 k8k", "dec b8 k4k", "dec b32 k1k", "dec b32 k4k")
 NO_LIMIT = {"max_seqs": 256, "max_seq_len": 131072, "max_tokens": 16384}
 MOST_KEYS = 1 << 19  # of a random batch, all sequences together: 2 GiB of cache at 8 kv heads of 128
+
+
+def geometry(layer: Mapping) -> dict:
+    """A layer's entry without its name and its indices: layers of equal geometry compare in one row."""
+    return {
+        field: value
+        for field, value in layer.items()
+        if field not in ("name", "layers") and value is not None
+    }
+
+
+def spell_geometry(layer: Mapping) -> str:
+    """A layer's geometry in words: "32/8 heads of 128, bfloat16, pages of 16, window 1024"."""
+    from specgen.runtime.geometry import features
+
+    dims = (
+        str(layer["qk_dim"])
+        if layer["qk_dim"] == layer["v_dim"]
+        else f"{layer['qk_dim']} (v {layer['v_dim']})"
+    )
+    words = [
+        f"{layer['query_heads']}/{layer['kv_heads']} heads of {dims}",
+        layer["dtype"],
+        f"pages of {layer['page_size']}",
+    ]
+    words += [layer["mask"]] * (layer["mask"] != "causal") + [features(layer)] * bool(features(layer))
+    return ", ".join(words)
 
 
 def standard(layer: Mapping) -> tuple[Workload, ...]:

@@ -1,0 +1,33 @@
+"""What a measurement ran on: the current GPU and the software around it. Reads; changes nothing."""
+
+import platform
+import shutil
+import subprocess
+
+import torch
+
+
+def gpu() -> str:
+    """The product name of the current GPU, as its driver gives it."""
+    return torch.cuda.get_device_name()
+
+
+def software() -> dict[str, str]:
+    """Versions of what decides a time: driver, torch and its CUDA or ROCm, Triton, Python."""
+    import triton
+
+    runtime = {"rocm": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
+    versions = {"driver": driver(), "torch": torch.__version__, **runtime, "triton": triton.__version__}
+    return versions | {"python": platform.python_version()}
+
+
+def driver() -> str:
+    """The driver's version, or "unknown" where no tool of the driver tells it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    asked = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    return (
+        asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else "unknown"
+    )
