@@ -24,8 +24,9 @@ LAYERS = {
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
     " cache toolchain loops resources aot aot_worker wheel verify"
-    " bench.batch bench.timing",
-    "composition": "pipeline provenance",
+    " bench.batch bench.timing bench.machine bench.peers bench.vllm_triton bench.results bench.contest bench.step"
+    " bench.report bench.pictures bench.output",
+    "composition": "pipeline provenance bench.run",
     "talk": "cli __main__",
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
@@ -33,6 +34,14 @@ EXTRA = {
     "variant": "runtime.arguments runtime.sizes",  # signature and tile sizes: one statement for kernel and launch
     "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
     "bench.batch": "runtime.extras runtime.reference",
+    "bench.peers": "bench.batch bench.vllm_triton",  # a batch is what they are asked; parts of one verb
+    "bench.vllm_triton": "bench.batch",
+    "bench.results": "bench.timing",  # samples are its input
+    "bench.contest": "bench.batch bench.peers bench.results bench.timing runtime.reference",
+    "bench.step": "bench.batch bench.peers bench.results",
+    "bench.report": "bench.results",
+    "bench.pictures": "bench.results",
+    "bench.output": "bench.report bench.pictures",
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
@@ -47,7 +56,7 @@ EXTRA = {
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.table",
-    "cli": "pipeline provenance hf cache",  # init is one verb; the cache is made where its warning is printed
+    "cli": "pipeline provenance bench.run bench.output hf cache",  # init is one verb; the cache is made where its warning is printed
     "__main__": "cli",
 }
 MAX_LINES = 400

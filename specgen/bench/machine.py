@@ -1,8 +1,10 @@
 """What a measurement ran on: the current GPU and the software around it. Reads; changes nothing."""
 
+import importlib.util
 import platform
 import shutil
 import subprocess
+from importlib import metadata
 
 import torch
 
@@ -13,11 +15,11 @@ def gpu() -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of what decides a time: driver, torch and its CUDA or ROCm, Triton, Python."""
-    import triton
-
-    runtime = {"rocm": torch.version.hip} if torch.version.hip else {"cuda": torch.version.cuda}
-    versions = {"driver": driver(), "torch": torch.__version__, **runtime, "triton": triton.__version__}
+    """Versions of what decides a time: driver, torch and its CUDA or ROCm, Triton where it is installed, Python."""
+    versions = {"driver": driver(), "torch": torch.__version__}
+    versions |= {"rocm": torch.version.hip} if torch.version.hip else {"cuda": str(torch.version.cuda)}
+    if importlib.util.find_spec("triton"):
+        versions["triton"] = metadata.version("triton")
     return versions | {"python": platform.python_version()}
 
 

@@ -128,7 +128,7 @@ class Package(Peer):
         if beyond := batch.workload.beyond(self.manifest["limits"]):
             raise Unavailable(beyond)
         if not self._warm:
-            self.module.warmup(batch.device)
+            self.module.warmup(batch.q.device)
             self._warm = True
         return Run(partial(self.module.attention, **batch.arguments | {"layer": self._name_of(batch.layer)}))
 

@@ -13,7 +13,7 @@ from specgen.errors import SpecgenError
 # A colour-blind safe palette (Okabe and Ito); the subject is black and bold.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442")
 MARKERS = "osD^vP*X"
-LEAST_LENGTHS, MOST_PANELS = 3, 6
+LEAST_POINTS, MOST_PANELS = 3, 6
 DPI = 130
 
 
@@ -53,70 +53,48 @@ def label(result: Mapping, name: str) -> str:
     return name if name == SUBJECT else result["peers"][name]["title"]
 
 
-def series(result: Mapping) -> dict[tuple[str, str], dict[int, Mapping]]:
+Panels = dict[tuple, dict[float, Mapping]]
+
+
+def series(result: Mapping) -> Panels:
     """(geometry, what stays the same) -> keys -> row, of uniform batches that differ in their keys alone; longest first."""
-    found: dict[tuple[str, str], dict[int, Mapping]] = {}
+    found: Panels = {}
     for row in result["rows"]:
         workload = parse(row["workload"])
         if workload.uniform and workload.kind in ("dec", "spec", "pre"):
             rows, keys = workload.uniform
-            new = "first prefill" if workload.kind == "pre" else f"{rows} query row{'s' * (rows > 1)}"
-            found.setdefault((row["geometry"], f"{len(workload.seqs)} x {new}"), {})[keys] = row
-    long = {key: dict(sorted(rows.items())) for key, rows in found.items() if len(rows) >= LEAST_LENGTHS}
-    return dict(sorted(long.items(), key=lambda item: -len(item[1]))[:MOST_PANELS])
+            what = {"dec": "decode", "spec": f"{rows} query rows", "pre": "first prefill"}[workload.kind]
+            found.setdefault((row["geometry"], f"{what}, batch {len(workload.seqs)}"), {})[keys] = row
+    return _long(found, key=lambda item: -len(item[1]))
 
 
 def latency(result: Mapping):
     """Time by length, a panel for each series of at least three lengths; None without one."""
-    panels = series(result)
-    if not panels:
-        return None
-    figure, axes = _figure(result, len(panels))
-    for axis, ((geometry, same), rows) in zip(axes, panels.items()):
-        for name in contenders(result, rows.values()):
-            points = {keys: row["times_us"][name] for keys, row in rows.items() if name in row["times_us"]}
-            axis.plot(points.keys(), points.values(), label=label(result, name), **style(result, name))
-        axis.plot(
-            rows.keys(),
-            [row["floor_us"] for row in rows.values()],
-            "k--",
-            linewidth=0.8,
-            label="roofline floor",
-        )
-        axis.set(
-            title=f"{same}\n{geometry}", xlabel="keys", ylabel="GPU time, us", xscale="log", yscale="log"
-        )
+
+    def describe(axis, name: tuple, rows: Mapping) -> None:
+        geometry, same = name
+        axis.set(title=f"{same}\n{geometry}", xlabel="keys", xscale="log", yscale="log")
         axis.set_xticks(list(rows), [spell(keys) for keys in rows])
         axis.minorticks_off()
-    return _finished(figure, axes)
+
+    return _lines(result, series(result), describe)
 
 
 def shares(result: Mapping):
     """Time by the share of decoding sequences at equal keys, a panel for each length; None without such rows."""
-    panels: dict[tuple[str, int, int], dict[float, Mapping]] = {}
+    found: Panels = {}
     for row in result["rows"]:
         workload = parse(row["workload"])
         if (share := decode_share(workload)) is not None:
-            panels.setdefault((row["geometry"], len(workload.seqs), workload.keys), {})[share] = row
-    panels = {key: dict(sorted(rows.items())) for key, rows in panels.items() if len(rows) >= 3}
-    if not panels:
-        return None
-    figure, axes = _figure(result, len(panels))
-    for axis, ((geometry, seqs, keys), rows) in zip(axes, panels.items()):
-        for name in contenders(result, rows.values()):
-            points = {share: row["times_us"][name] for share, row in rows.items() if name in row["times_us"]}
-            axis.plot(points.keys(), points.values(), label=label(result, name), **style(result, name))
-        axis.plot(
-            rows.keys(),
-            [row["floor_us"] for row in rows.values()],
-            "k--",
-            linewidth=0.8,
-            label="roofline floor",
-        )
+            found.setdefault((row["geometry"], len(workload.seqs), workload.keys), {})[share] = row
+
+    def describe(axis, name: tuple, rows: Mapping) -> None:
+        geometry, seqs, keys = name
         title = f"{seqs} sequences of {spell(keys)} keys\n{geometry}"
-        axis.set(title=title, xlabel="share of sequences that decode", ylabel="GPU time, us", yscale="log")
+        axis.set(title=title, xlabel="share of sequences that decode", yscale="log")
         axis.set_xticks(list(rows))
-    return _finished(figure, axes)
+
+    return _lines(result, _long(found, key=lambda item: item[0]), describe)
 
 
 def decode_share(workload: Workload) -> float | None:
@@ -128,36 +106,48 @@ def decode_share(workload: Workload) -> float | None:
     return sum(rows == 1 for rows, _ in workload.seqs) / len(workload.seqs)
 
 
+def _long(panels: Panels, key: Callable) -> Panels:
+    """The panels with enough points, sorted within by place and among themselves by `key`, the first of them."""
+    long = {name: dict(sorted(rows.items())) for name, rows in panels.items() if len(rows) >= LEAST_POINTS}
+    return dict(sorted(long.items(), key=key)[:MOST_PANELS])
+
+
+def _lines(result: Mapping, panels: Panels, describe: Callable):
+    """A figure of panels: a line for each contender, interrupted where it has no time, and the floor."""
+    if not panels:
+        return None
+    figure, axes = _figure(result, len(panels))
+    for axis, (name, rows) in zip(axes, panels.items()):
+        for who in contenders(result, rows.values()):
+            times = [row["times_us"].get(who, float("nan")) for row in rows.values()]
+            axis.plot(rows.keys(), times, label=label(result, who), **style(result, who))
+        floors = [row["floor_us"] for row in rows.values()]
+        axis.plot(rows.keys(), floors, "k--", linewidth=0.8, label="roofline floor")
+        axis.set_ylabel("GPU time, us")
+        describe(axis, name, rows)
+    return _finished(figure, axes)
+
+
 def roofline(result: Mapping):
     """Fraction of the roofline floor that each contender reaches, by workload; None without rows."""
-    return _dots(
-        result,
-        lambda row, name: row["floor_us"] / row["times_us"][name],
-        "floor / time (1 is the roofline)",
-        1.0,
-    )
+    title = "floor / time (1 is the roofline)"
+    return _dots(result, lambda row, name: row["floor_us"] / row["times_us"][name], title)
 
 
 def ratios(result: Mapping):
     """The subject's time over each contender's, by workload; None without a row that has both."""
-    found = _dots(
-        result,
-        lambda row, name: ratio(row, SUBJECT, name) if name != SUBJECT else None,
-        f"time of {SUBJECT} / time of the other (left of 1: {SUBJECT} is faster)",
-        1.0,
-        log=True,
+    title = f"time of {SUBJECT} / time of the other (left of 1: {SUBJECT} is faster)"
+    return _dots(
+        result, lambda row, name: ratio(row, SUBJECT, name) if name != SUBJECT else None, title, log=True
     )
-    return found
 
 
-def _dots(
-    result: Mapping, value: Callable[[Mapping, str], float | None], title: str, line: float, log: bool = False
-):
+def _dots(result: Mapping, value: Callable[[Mapping, str], float | None], title: str, log: bool = False):
     import matplotlib.ticker
     from matplotlib.figure import Figure
 
-    rows = result["rows"]
-    geometries = list(dict.fromkeys(row["geometry"] for row in rows))
+    geometries = list(dict.fromkeys(row["geometry"] for row in result["rows"]))
+    rows = sorted(result["rows"], key=lambda row: geometries.index(row["geometry"]))
     several = len(geometries) > 1
     points: dict[str, list[tuple[int, float]]] = {}
     for place, row in enumerate(rows):
@@ -177,7 +167,7 @@ def _dots(
                 label=label(result, name),
                 **style(result, name) | {"linestyle": "", "alpha": 0.85},
             )
-    axis.axvline(line, color="black", linewidth=0.8)
+    axis.axvline(1.0, color="black", linewidth=0.8)
     names = [
         f"{row['workload']}  [{row['geometry'].split(',')[0]}]" if several else row["workload"]
         for row in rows

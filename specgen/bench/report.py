@@ -49,11 +49,10 @@ def _header(result: Mapping) -> list[str]:
     ]
 
 
-def _table(head: Iterable[str], body: Iterable[Iterable[str]]) -> list[str]:
-    head = list(head)
-    return [
-        f"| {' | '.join(cells)} |" for cells in (head, ["---", *["---:"] * (len(head) - 1)], *map(list, body))
-    ]
+def _table(head: list[str], body: Iterable[Iterable[str]], words: int = 1) -> list[str]:
+    """Markdown; the first `words` columns are words, the others numbers."""
+    rule = ["---"] * words + ["---:"] * (len(head) - words)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *body)]
 
 
 def number(value: float) -> str:
@@ -84,14 +83,13 @@ def _ratios(result: Mapping) -> list[str]:
     def cells(name: str) -> Iterable[str]:
         yield f"{SUBJECT} / {name}"
         for kinds in KINDS.values():
-            found = {
-                row["workload"]: value
-                for row in result["rows"]
-                if row["workload"].split()[0] in kinds and (value := ratio(row, SUBJECT, name)) is not None
-            }
-            worst = max(found, key=found.get, default=None)
-            yield f"{geometric_mean(found.values()):.3f} ({len(found)})" if found else "-"
-            yield f"{found[worst]:.3f} ({worst})" if found else "-"
+            rows = [row for row in result["rows"] if row["workload"].split()[0] in kinds]
+            found = [
+                (value, row["workload"]) for row in rows if (value := ratio(row, SUBJECT, name)) is not None
+            ]
+            worst, where = max(found, default=(None, None))
+            yield f"{geometric_mean(value for value, _ in found):.3f} ({len(found)})" if found else "-"
+            yield f"{worst:.3f} ({where})" if found else "-"
 
     others = [name for name in contenders(result) if name not in (SUBJECT, REST)]
     head = [
@@ -115,7 +113,7 @@ def _contenders(result: Mapping) -> list[str]:
         yield ", ".join(_ways(rows, name))
 
     head = ["name", "what", "version", "largest error", "largest spread (p10 to p90)", "best way (rows)"]
-    return _table(head, map(cells, contenders(result)))
+    return _table(head, map(cells, contenders(result)), words=3)
 
 
 def _ways(rows: list[Mapping], name: str) -> list[str]:

@@ -194,7 +194,9 @@ SHARES = _all(
     *(f"mixed pre b4 {keys} + dec b4 k{keys}" for keys in ("512", "1k", "2k")),
 )
 # Of the end-to-end track: one token for each of a batch.
-STEPS = _all("dec b1 k1k", "dec b1 k8k", "dec b8 k4k", "dec b32 k1k", "dec b32 k4k")
+STEPS = _all(
+    *("dec b1 k1k", "dec b1 k8k", "dec b1 k32k", "dec b8 k4k", "dec b32 k1k", "dec b32 k2k", "dec b32 k4k"),
+)
 NO_LIMIT = {"max_seqs": 256, "max_seq_len": 131072, "max_tokens": 16384}
 MOST_KEYS = 1 << 19  # of a random batch, all sequences together: 2 GiB of cache at 8 kv heads of 128
 
