@@ -130,8 +130,8 @@ def test_numbers_of_rows(result):
     assert ratio(row, "specgen", "fa3") == pytest.approx(row["times_us"]["specgen"] / row["times_us"]["fa3"])
     assert ratio(row, "specgen", "flex") is None
     assert line(row) == (
-        "dec b1 k512                     floor      0.5  specgen 8.5 (0.06)  untuned_kernels 8.6 (0.06)  fa3 8.6 (0.06)  "
-        "cudnn 8.5 (0.06)  vllm 10.0 (0.05)"
+        "dec b1 k512 [32/8 heads of 128]                    floor      0.5  specgen 8.5 (0.06)  untuned_kernels 8.6 (0.06)  "
+        "fa3 8.6 (0.06)  cudnn 8.5 (0.06)  vllm 10.0 (0.05)"
     )
     assert line(result["rows"][8]).endswith("  cudnn -")
     assert medians([{"rates": {"a": 1.0}}, {"rates": {"a": 5.0}}, {"rates": {"a": 2.0}}]) == {"a": 2.0}

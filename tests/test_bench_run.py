@@ -1,4 +1,4 @@
-"""`specgen bench` without a GPU: the contest with fake contenders and timers, both tracks over a fake package, the command."""
+"""`specgen bench` without a GPU: fake contenders and timers, both tracks over a fake package, the command."""
 
 import itertools
 import json
@@ -186,7 +186,7 @@ def test_kernels_track(monkeypatch, package, tmp_path):
         "reason": "flash_attn_interface is not installed",
     }
     assert lines[0] == "without fa3: flash_attn_interface is not installed" and lines[-1].startswith(
-        "dec b9 k4  "
+        "dec b9 k4 [8/2 heads of 32 (v 16)]  "
     )
     json.dumps(result, allow_nan=False)
 
@@ -205,7 +205,7 @@ def test_end_to_end_track(monkeypatch, package):
     )
     assert row["error"]["specgen"] < 1e-5
     assert row["notes"] == {"cudnn": "reads a dense cache, to which nothing appends"}
-    assert list(result["skipped"].values()) == ["Unavailable: a step is of one token for each sequence"]
+    assert list(result["skipped"].values()) == ["a step is of one token for each sequence"]
     assert result["layers"] == 3
     hidden = 8 * 16
     inner = 512
@@ -237,6 +237,20 @@ def test_time_budget(monkeypatch, package):
     assert list(result["skipped"].values()) == ["the time budget of 50 s was over"] * 2
 
 
+def test_a_row_that_does_not_fit_is_skipped(monkeypatch, package):
+    package()
+
+    def batch(workload, *rest):
+        if workload.keys == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return Batch(workload, *rest)
+
+    monkeypatch.setattr(run, "Batch", batch)
+    result = measured(monkeypatch, rows=("dec b1 k5", "dec b1 k6"), peers=())
+    assert [row["workload"] for row in result["rows"]] == ["dec b1 k6"]
+    assert list(result["skipped"].values()) == ["OutOfMemoryError: CUDA out of memory."]
+
+
 def test_several_geometries(monkeypatch, package):
     package()
     package("two_kernels", layers=("global", "local"))
@@ -257,7 +271,7 @@ def test_peers_say_why_they_are_missing(monkeypatch, tmp_path):
     opened, reasons = open_peers(PEERS)
     assert [peer.name for peer in opened] == ["cudnn", "flash", "flex"]
     assert reasons["flashinfer"] == "flashinfer is not installed"
-    assert reasons["vllm"].startswith("SpecgenError: vllm is not installed, and $VLLM_OPS names no folder")
+    assert reasons["vllm"].startswith("vllm is not installed, and $VLLM_OPS names no folder")
     monkeypatch.setenv(vllm_triton.FOLDER, str(tmp_path))
     assert "holds no triton_unified_attention.py" in open_peers(["vllm"])[1]["vllm"]
     (tmp_path / "flash_attn_interface.py").write_text("raise OSError('libcudart.so.12: not found')")
@@ -343,10 +357,10 @@ def test_the_command_says_what_is_wrong(monkeypatch, package, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "result.json").write_text("{}")
     for arguments, message in (
-        ([], "bench: names no package; needs the import name, the folder or the spec of a built one"),
+        ([], "bench: names no package; needs the import name, folder or spec of a built one"),
         (
             ["nowhere_kernels"],
-            "nowhere_kernels: does not import (No module named 'nowhere_kernels'); needs an installed package",
+            "nowhere_kernels: does not import (No module named 'nowhere_kernels'); needs an",
         ),
         (["json"], "json: is no package that specgen built; its folder holds no manifest.json"),
         (
@@ -360,7 +374,7 @@ def test_the_command_says_what_is_wrong(monkeypatch, package, capsys, tmp_path):
         (["fake_kernels", "--rows", "x*"], "--rows 'x*': no standard row is named so"),
         (
             ["--package", "fake_kernels"],
-            "bench: torch sees no GPU here; `specgen bench --report FILE` renders a finished run",
+            "bench: torch sees no GPU here; `specgen bench --report FILE` renders a past run",
         ),
         (
             ["--report", str(tmp_path / "result.json")],

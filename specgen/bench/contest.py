@@ -1,4 +1,4 @@
-"""One workload on the GPU: every contender prepared, checked, captured, and timed against the others in the same rounds."""
+"""One workload on the GPU: contenders prepared, checked, captured, and timed in the same rounds."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -21,8 +21,8 @@ class DeviceLost(SpecgenError):
 
 
 class Subject(Protocol):
-    """What contenders are measured on. `bytes` and `operations` are what it takes at least; `allowed` is the error from
-    which on an answer is wrong, and its time nothing worth.
+    """What contenders are measured on. `bytes` and `operations` are what it takes at least; `allowed` is the
+    error from which on an answer is wrong, and its time nothing worth.
     """
 
     bytes: int
@@ -65,8 +65,8 @@ def contest(
 ) -> Outcome:
     """Measure the contenders on a subject, and the `ceilings` of timing.py in the same rounds.
 
-    A contender that cannot, or that raises, is noted and the others go on; DeviceLost once the GPU itself fails. `hosted`:
-    also the host's time for a call.
+    A contender that cannot, or that raises, is noted and the others go on; DeviceLost once the GPU itself
+    fails. `hosted`: also the host's time for a call.
     """
     outcome, runs, replays = Outcome(), {}, {}
     for peer in contenders:

@@ -15,7 +15,7 @@ def gpu() -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of what decides a time: driver, torch and its CUDA or ROCm, Triton where it is installed, Python."""
+    """Versions of driver, torch, its CUDA or ROCm, Triton where it is installed, and Python."""
     versions = {"driver": driver(), "torch": torch.__version__}
     versions |= {"rocm": torch.version.hip} if torch.version.hip else {"cuda": str(torch.version.cuda)}
     if importlib.util.find_spec("triton"):

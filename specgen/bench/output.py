@@ -1,4 +1,4 @@
-"""A result on the disk: results.json, README.md with the tables, and the pictures. Reads and writes in the folder it is given."""
+"""A result on the disk: results.json, README.md with the tables, and the pictures."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """The contenders: generated packages and the peers beside them, each asked the same of one batch.
 
-A peer is a class: making it imports what it needs or raises Unavailable with the reason; `make` gives a Run for a batch, or
-raises Unavailable where it cannot serve it. Everything that an engine does once a step (plans, metadata, another layout of
-the cache) is done in `make`, outside the timed call. To add one: subclass Peer, and list it in PEERS.
+A peer is a class: making it imports what it needs or raises Unavailable with the reason; `make` gives a Run
+for a batch, or raises Unavailable where it cannot serve it. Everything that an engine does once a step
+(plans, metadata, another layout of the cache) is done in `make`, outside the timed call. To add one: subclass
+Peer, and list it in PEERS.
 """
 
 import importlib
@@ -21,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specgen.bench import vllm_triton
 from specgen.bench.batch import Batch
 from specgen.bench.workloads import geometry
+from specgen.errors import SpecgenError
 
 
 class Unavailable(Exception):
@@ -33,14 +35,14 @@ def _as_it_is(out: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Run:
-    """One contender over one batch: `call()` is timed; `post(call())` is the output [tokens, query_heads, v_dim]."""
+    """One contender over one batch: `call()` is timed, `post(call())` is [tokens, query_heads, v_dim]."""
 
     call: Callable[[], Tensor]
     post: Callable[[Tensor], Tensor] = _as_it_is
 
 
 def needs(layer: Mapping) -> set[str]:
-    """What a layer needs beyond causal attention over NHD pages with one head size and 16-bit elements, in words."""
+    """In words, what a layer needs beyond causal attention over 16-bit NHD pages with one head size."""
     fields = ("sliding_window", "chunk", "softcap", "sinks", "alibi", "prefix_ranges")
     found = {field.replace("_", " ") for field in fields if layer.get(field)}
     found |= (
@@ -52,8 +54,8 @@ def needs(layer: Mapping) -> set[str]:
 
 
 class Peer:
-    """A contender. `ways` are settings that are measured apart: the best counts. `serves`: of `needs`, what it does.
-    `checked`: its output is compared with float64.
+    """A contender. `ways` are settings that are measured apart: the best counts. `serves`: of `needs`, what
+    it does. `checked`: its output is compared with float64.
     """
 
     name: str
@@ -90,12 +92,10 @@ def imported(name: str):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An exception as a note: its class and the first line of its text."""
-    text = (
-        f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}".rstrip(
-            ": "
-        )
-    )
+    """An exception as a note: its class, if it is not of ours, and the first line of its text."""
+    text = str(error).strip().partition("\n")[0]
+    if not isinstance(error, SpecgenError | Unavailable):
+        text = f"{type(error).__name__}: {text}".rstrip(": ")
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -109,7 +109,7 @@ class Package(Peer):
 
     @cached_property
     def layers(self) -> list[dict]:
-        """Entries of the manifest's `layers`, with the head counts of the package's smallest tensor-parallel degree."""
+        """The manifest's `layers`, with the head counts of its smallest tensor-parallel degree."""
         heads: dict[str, tuple[int, int]] = {}
         for row in importlib.import_module(f"{self.title}.dispatch").ATTENTION_ROWS:
             heads[row.layer] = max(heads.get(row.layer, (0, 0)), (row.query_heads, row.kv_heads))
@@ -197,7 +197,7 @@ class FlashAttention3(Peer):
 
 
 class FlashInfer(Peer):
-    """FlashInfer's wrappers over pages, planned outside the timed call: decode on tensor cores, and prefill for the rest."""
+    """FlashInfer over pages, planned outside the timed call: decode on tensor cores, prefill for the rest."""
 
     name, title, distribution = "flashinfer", "FlashInfer", "flashinfer-python"
     serves = frozenset({"sliding window", "softcap", "bidirectional", "HND", "value heads of another size"})
@@ -259,7 +259,7 @@ class VllmTriton(Peer):
 
 
 class Dense(Peer):
-    """A peer over contiguous keys of sequences of one length; its output stays in its own layout in the timed call."""
+    """A peer over contiguous keys of sequences of one length; its output keeps its own layout."""
 
     serves = frozenset({"bidirectional", "HND", "value heads of another size"})
 

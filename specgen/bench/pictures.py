@@ -1,6 +1,7 @@
-"""A result as pictures: latency by length, fraction of the roofline, ratio to each contender, share of decode. Writes PNG.
+"""A result as PNG: latency by length, fraction of the roofline, ratio to each contender, share of decode.
 
-Imports matplotlib when asked, and draws without a display. A picture for which the rows hold nothing is left out.
+Imports matplotlib when asked, and draws without a display. A picture for which the rows hold nothing is left
+out.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ Panels = dict[tuple, dict[float, Mapping]]
 
 
 def series(result: Mapping) -> Panels:
-    """(geometry, what stays the same) -> keys -> row, of uniform batches that differ in their keys alone; longest first."""
+    """(geometry, what stays the same) -> keys -> row, of uniform batches that differ in keys alone."""
     found: Panels = {}
     for row in result["rows"]:
         workload = parse(row["workload"])
@@ -81,7 +82,7 @@ def latency(result: Mapping):
 
 
 def shares(result: Mapping):
-    """Time by the share of decoding sequences at equal keys, a panel for each length; None without such rows."""
+    """Time by share of decoding sequences, a panel for each length; None without such rows."""
     found: Panels = {}
     for row in result["rows"]:
         workload = parse(row["workload"])
@@ -98,7 +99,7 @@ def shares(result: Mapping):
 
 
 def decode_share(workload: Workload) -> float | None:
-    """Share of sequences of one query row, where all sequences have equal keys and the others are first prefills."""
+    """Share of sequences of one row, where keys are equal and the others are first prefills; else None."""
     if len({keys for _, keys in workload.seqs}) > 1 or not all(
         rows in (1, keys) for rows, keys in workload.seqs
     ):
@@ -107,7 +108,7 @@ def decode_share(workload: Workload) -> float | None:
 
 
 def _long(panels: Panels, key: Callable) -> Panels:
-    """The panels with enough points, sorted within by place and among themselves by `key`, the first of them."""
+    """The first panels by `key` of those with enough points, each sorted by place."""
     long = {name: dict(sorted(rows.items())) for name, rows in panels.items() if len(rows) >= LEAST_POINTS}
     return dict(sorted(long.items(), key=key)[:MOST_PANELS])
 

@@ -1,4 +1,4 @@
-"""A result as Markdown: one table of times for each geometry, then ratios, host times, errors, and what is missing. Pure."""
+"""A result as Markdown: times for each geometry, ratios, host times, errors, what is missing. Pure."""
 
 from collections.abc import Iterable, Mapping
 from statistics import geometric_mean
@@ -37,15 +37,17 @@ def _header(result: Mapping) -> list[str]:
     software = ", ".join(f"{name} {version}" for name, version in result["software"].items())
     lines = [f"`{result['command']}`", "", f"{software}; {result.get('rounds')} rounds."]
     if "read_GBs" in result:
+        rates = {name: f"{result[name]:.0f}" for name in ("read_GBs", "copy_GBs", "matmul_TFLOPs")}
         lines[-1] += (
-            f" Measured beside the rows: reads {result['read_GBs']:.0f} GB/s, copies {result['copy_GBs']:.0f} GB/s, bf16 "
-            f"products {result['matmul_TFLOPs']:.0f} TFLOP/s, an empty graph {result['empty_us']:.1f} us (in every time)."
+            f" Measured beside the rows: reads {rates['read_GBs']} GB/s, copies {rates['copy_GBs']} GB/s, "
+            f"bf16 products {rates['matmul_TFLOPs']} TFLOP/s, an empty graph {result['empty_us']:.1f} us (in "
+            "every time)."
         )
     return [
         *lines,
         "",
-        "Median GPU time in microseconds; the best is bold. `floor` is the larger of bytes / read bandwidth and operations / "
-        "matrix rate; `of floor` is floor / specgen.",
+        "Median GPU time in microseconds; the best is bold. `floor` is the larger of bytes / read bandwidth "
+        "and operations / matrix rate; `of floor` is floor / specgen.",
     ]
 
 

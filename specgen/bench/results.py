@@ -1,10 +1,11 @@
 """What a run leaves: one JSON document, a row for each workload. Pure: turns samples into JSON values.
 
-Top level: device, software, peers (name -> title and version, or the reason why it is not here), command, track, rounds, seed,
-read_GBs, copy_GBs, matmul_TFLOPs, empty_us (the whole run's), rows, skipped (row -> reason). A row: workload, geometry (in
-words), bytes, operations, floor_us, and by contender: times_us (medians), spread_us ([p10, p90]), host_us, error
-(relative L2 to float64), ways (where a contender was measured in several: the best is in times_us), notes (why it is missing).
-Times are as measured: an empty graph's replay, empty_us, is in them.
+Top level: device, software, peers (name -> title and version, or the reason why it is not here), command,
+track, rounds, seed, read_GBs, copy_GBs, matmul_TFLOPs, empty_us (the whole run's), rows, skipped (row ->
+reason). A row: workload, geometry (in words), bytes, operations, floor_us, and by contender: times_us
+(medians), spread_us ([p10, p90]), host_us, error (relative L2 to float64), ways (where a contender was
+measured in several: the best is in times_us), notes (why it is missing). Times are as measured: an empty
+graph's replay, empty_us, is in them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -86,7 +87,8 @@ def line(row: Mapping) -> str:
     times = row["times_us"]
     parts = [f"{name} {time:.1f} ({row['floor_us'] / time:.2f})" for name, time in times.items()]
     missing = [f"{name} -" for name in row["notes"] if name not in times]
-    return f"{row['workload']:<32}floor {row['floor_us']:8.1f}  " + "  ".join(parts + missing)
+    what = f"{row['workload']} [{row['geometry'].split(',')[0]}]"
+    return f"{what:<50} floor {row['floor_us']:8.1f}  " + "  ".join(parts + missing)
 
 
 def ratio(row: Mapping, name: str, other: str) -> float | None:

@@ -1,4 +1,4 @@
-"""The composition of `specgen bench`: packages and peers over workloads on the current GPU, to a result as results.py says.
+"""The composition of `specgen bench`: packages and peers over workloads on the current GPU.
 
 Prints nothing: progress goes to a callback, a line for each row.
 """
@@ -18,7 +18,7 @@ from specgen.bench import timing
 from specgen.bench.batch import Batch
 from specgen.bench.contest import Attention, DeviceLost, contest
 from specgen.bench.machine import gpu, software
-from specgen.bench.peers import PEERS, Package, Peer, Unavailable, one_line, open_peers
+from specgen.bench.peers import PEERS, Package, Peer, one_line, open_peers
 from specgen.bench.results import SUBJECT, line, medians, row
 from specgen.bench.step import NoAttention, Stack
 from specgen.bench.workloads import Workload, geometry, select, spell_geometry
@@ -31,9 +31,9 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run measures. `packages` as `open_package` takes them, `rows` as `workloads.select` (none: the track's),
-    `peers` by name (None: all); `seconds`, after which no further row begins; `layers` of a step's model; `command`, for
-    the record.
+    """What one run measures. `packages` as `open_package` takes them, `rows` as `workloads.select` (none: the
+    track's), `peers` by name (None: all); `seconds`, after which no further row begins; `layers` of a step's
+    model; `command`, for the record.
     """
 
     packages: tuple[str, ...]
@@ -57,22 +57,18 @@ class Plan:
 def bench(plan: Plan, progress: Progress) -> dict:
     """Measure; the result. SpecgenError without a GPU, and for packages, peers or rows that there are not."""
     if not plan.packages:
-        raise SpecgenError(
-            "bench: names no package; needs the import name, the folder or the spec of a built one"
-        )
+        raise SpecgenError("bench: names no package; needs the import name, folder or spec of a built one")
     if unknown := [name for name in plan.peers or () if name not in PEERS]:
         raise SpecgenError(f"--peers: unknown {', '.join(unknown)}; known: {', '.join(PEERS)}")
     groups = group(plan, [open_package(text, plan.build_dir) for text in plan.packages])
     if not torch.cuda.is_available():
-        raise SpecgenError(
-            "bench: torch sees no GPU here; `specgen bench --report FILE` renders a finished run"
-        )
+        raise SpecgenError("bench: torch sees no GPU here; `specgen bench --report FILE` renders a past run")
     with torch.inference_mode():
         return _measure(plan, groups, progress)
 
 
 def open_package(name: str, build_dir: Path) -> ModuleType:
-    """The package of an import name, of a built package's folder, or of a spec that is built below `build_dir`."""
+    """The package of an import name, a built package's folder, or a spec built below `build_dir`."""
     folder = Path(name)
     if name.endswith((".yaml", ".yml")):
         from specgen.load import load  # these need more than a GPU machine has
@@ -106,7 +102,7 @@ class Group:
 
 
 def group(plan: Plan, modules: Iterable[ModuleType]) -> list[Group]:
-    """The geometries of the packages. The first package of one is SUBJECT in results, others go by their import names."""
+    """The packages' geometries. The first package of one is SUBJECT, others go by import names."""
     found: list[tuple[Mapping, list[Package]]] = []
     for module in dict.fromkeys(modules):
         for layer in Package(module, module.__name__).layers:
@@ -128,28 +124,26 @@ def _measure(plan: Plan, groups: list[Group], progress: Progress) -> dict:
     peers, reasons = open_peers(PEERS if plan.peers is None else plan.peers)
     for name, reason in reasons.items():
         progress(f"without {name}: {reason}")
-    rows, skipped = [], {}
+    head, rows, skipped = _head(plan, groups, peers, reasons), [], {}
     ceilings, timer, begun = timing.ceilings(), timing.GraphTimer(), time.monotonic()
-    for each in groups:
-        progress(spell_geometry(each.layer))
-        for workload in each.workloads:
-            name = f"{workload.name}, {spell_geometry(each.layer)}"
-            if plan.seconds is not None and time.monotonic() - begun > plan.seconds:
-                skipped[name] = f"the time budget of {plan.seconds:g} s was over"
-                continue
-            try:
-                rows.append(_row(plan, each, workload, peers, ceilings, timer))
-                progress(line(rows[-1]))
-            except (Unavailable, torch.OutOfMemoryError) as reason:
-                skipped[name] = one_line(reason)
-                progress(f"{name}: skipped: {skipped[name]}")
-            except DeviceLost as error:
-                skipped[name] = str(error)
-                progress(f"{name}: {error}; the run ends here")
-                return _result(plan, groups, peers, reasons, rows, skipped)
-            gc.collect()
-            torch.cuda.empty_cache()
-    return _result(plan, groups, peers, reasons, rows, skipped)
+    for each, workload in [(each, workload) for each in groups for workload in each.workloads]:
+        name = f"{workload.name}, {spell_geometry(each.layer)}"
+        if plan.seconds is not None and time.monotonic() - begun > plan.seconds:
+            skipped[name] = f"the time budget of {plan.seconds:g} s was over"
+            continue
+        try:
+            rows.append(_row(plan, each, workload, peers, ceilings, timer))
+            progress(line(rows[-1]))
+        except DeviceLost as error:
+            skipped[name] = str(error)
+            progress(f"{name}: {error}; the run ends here")
+            break
+        except Exception as error:  # one row's, such as a batch that does not fit; the others count
+            skipped[name] = one_line(error)
+            progress(f"{name}: skipped: {skipped[name]}")
+        gc.collect()
+        torch.cuda.empty_cache()
+    return head | medians(rows) | {"rows": rows, "skipped": skipped}
 
 
 def _row(plan: Plan, each: Group, workload: Workload, peers: list[Peer], ceilings, timer) -> dict:
@@ -164,19 +158,18 @@ def _row(plan: Plan, each: Group, workload: Workload, peers: list[Peer], ceiling
     return row(workload, each.layer, subject.bytes, subject.operations, outcome)
 
 
-def _result(
-    plan: Plan, groups: list[Group], peers: list[Peer], reasons: dict[str, str], rows, skipped
-) -> dict:
+def _head(plan: Plan, groups: list[Group], peers: list[Peer], reasons: Mapping[str, str]) -> dict:
+    """The result but for what is measured."""
     known: dict[str, dict[str, str]] = {}
     for peer in [*(package for each in groups for package in each.packages), *peers]:
         facts = known.setdefault(peer.name, {"title": peer.title, "version": peer.version})
         if peer.title not in facts["title"].split(", "):  # several packages, each the first of its geometry
-            facts |= {
-                "title": f"{facts['title']}, {peer.title}",
-                "version": f"{facts['version']}, {peer.version}",
-            }
+            facts["title"] += f", {peer.title}"
+            facts["version"] += f", {peer.version}"
     known |= {name: {"title": PEERS[name].title, "reason": reason} for name, reason in reasons.items()}
+    layers = {}
     if plan.track == "end-to-end":
+        layers["layers"] = plan.layers
         known[NoAttention.name] = {"title": NoAttention.title}
     return {
         "device": gpu(),
@@ -184,10 +177,7 @@ def _result(
         "peers": known,
         "command": plan.command,
         "track": plan.track,
-        **({"layers": plan.layers} if plan.track == "end-to-end" else {}),
+        **layers,
         "rounds": plan.rounds,
         "seed": plan.seed,
-        **medians(rows),
-        "rows": rows,
-        "skipped": skipped,
     }

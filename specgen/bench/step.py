@@ -1,7 +1,8 @@
-"""A decode step of a decoder model with random weights, for the end-to-end track: all but attention is the same for everybody.
+"""A decode step of a decoder model with random weights: all but attention is the same for everybody.
 
-Touches only the tensors it allocates. Each layer normalises, projects to queries, keys and values, appends to its own paged
-cache (with the generated package's append_kv, whoever attends), attends, projects back, and runs a gated MLP.
+Touches only the tensors it allocates. Each layer normalises, projects to queries, keys and values, appends to
+its own paged cache (with the generated package's append_kv, whoever attends), attends, projects back, and
+runs a gated MLP.
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ class NoAttention(Peer):
 
 
 class Stack:
-    """`layers` decoder layers over a decode workload: one token for each sequence, whose keys are in the cache but its own.
+    """`layers` decoder layers over a decode workload: one token for each sequence, whose keys are in the
+    cache but its own.
 
     The hidden size is query_heads * v_dim. Weights and caches are drawn from `seed`, in the layer's dtype.
     """

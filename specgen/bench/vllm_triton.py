@@ -1,7 +1,7 @@
 """vLLM's unified Triton attention operator, as a call over a batch.
 
-Loads it from an installed vLLM, or from its two files in the folder $VLLM_OPS with stand-ins for what they import of vLLM;
-the stand-ins leave sys.modules again. vLLM's code is used where it lies, never copied.
+Loads it from an installed vLLM, or from its two files in the folder $VLLM_OPS with stand-ins for what they
+import of vLLM; the stand-ins leave sys.modules again. vLLM's code is used where it lies, never copied.
 """
 
 import enum

@@ -1,14 +1,15 @@
-"""What is measured: batches by their lengths, each with a name that says them, and the standard lists of them.
+"""What is measured: batches by their lengths, each with a name that says them; standard lists.
 
-Nouns: host integers and words. Bytes and operations are counted by the runtime's explain, for a layer as the `layers`
-entries of a package's manifest describe it. A name is a workload in words, and `parse` reads it back:
+Nouns: host integers and words. Bytes and operations are counted by the runtime's explain, for a layer as the
+`layers` entries of a package's manifest describe it. A name is a workload in words, and `parse` reads it
+back:
 
     dec b32 k4k                        32 sequences of one query row over 4096 keys
-    dec b64 ragged k2k s1              64 of unequal lengths: lognormal, median 2048, sigma 0.8, seed 1 (default 0)
+    dec b64 ragged k2k s1              64 of lognormal lengths: median 2048, sigma 0.8, seed 1 (default 0)
     dec b1 k32k + b15 k512             both together
     spec b16 q4 k4k                    16 sequences of 4 query rows (speculative tokens) over 4096 keys
     pre b8 2k                          8 first prefills of 2048 rows
-    chunk q2k of 16k                   the last 2048 rows of a prefill of 16384; `chunk b4 q2k of 16k`: 4 of them
+    chunk q2k of 16k                   the last 2048 rows of a prefill of 16384; of 4: `chunk b4 q2k of 16k`
     mixed pre b1 2k + dec b32 k4k      kinds together
 
 k stands for 1024, and a multiple of it is spelled so.
@@ -66,7 +67,7 @@ class Workload:
         return self.seqs[0] if len(set(self.seqs)) == 1 else None
 
     def bytes(self, layer: Mapping) -> int:
-        """Bytes that the attention of `layer` must move: queries, visible keys and values, tables, outputs."""
+        """Bytes that attention must move: queries, visible keys and values, tables, outputs."""
         return self._work(layer)[0]
 
     def operations(self, layer: Mapping) -> int:
@@ -74,11 +75,11 @@ class Workload:
         return self._work(layer)[1]
 
     def floor_us(self, layer: Mapping, read_GBs: float, matmul_TFLOPs: float) -> float:
-        """The roofline floor in microseconds: the larger of bytes / bandwidth and operations / matrix rate."""
+        """The floor in microseconds: the larger of bytes / bandwidth and operations / rate."""
         return floor_us(layer, *self._work(layer), read_GBs, matmul_TFLOPs)
 
     def beyond(self, limits: Mapping) -> str | None:
-        """Why a package with these limits (`limits` of its manifest) does not serve the workload; None if it does."""
+        """Why a package of these limits (of its manifest) does not serve it; None if it does."""
         for name, value in (
             ("max_seqs", len(self.seqs)),
             ("max_seq_len", self.keys),
@@ -229,7 +230,7 @@ def spell_geometry(layer: Mapping) -> str:
 
 
 def standard(layer: Mapping) -> tuple[Workload, ...]:
-    """The standard rows of a layer (an entry of a manifest's `layers`): its own where there are such, else all."""
+    """The standard rows of a layer: its geometry's own where there are such, else all."""
     return OF_HEADS.get((layer["query_heads"], layer["kv_heads"], layer["qk_dim"]), MAIN)
 
 
@@ -238,8 +239,8 @@ def random_workloads(
 ) -> tuple[Workload, ...]:
     """`count` random workloads of a kind within a package's limits, the same for the same seed.
 
-    Batch sizes and lengths are drawn evenly on a logarithmic scale; half of the decode and prefill batches are ragged.
-    Their names say their lengths, so `parse` reads them back.
+    Batch sizes and lengths are drawn evenly on a logarithmic scale; half of the decode and prefill batches
+    are ragged. Their names say their lengths, so `parse` reads them back.
     """
     random, found = Random(f"{kind} {seed}"), []
     while len(found) < count:
@@ -288,7 +289,7 @@ def sets(layer: Mapping, limits: Mapping) -> dict[str, tuple[Workload, ...]]:
 
 
 def select(chosen: str, layer: Mapping, limits: Mapping) -> tuple[Workload, ...]:
-    """The workloads that `chosen` means: the name of a list, a glob over the standard rows, or one workload in words."""
+    """The workloads of a list's name, of a glob over the standard rows, or of one workload in words."""
     known = sets(layer, limits)
     if chosen in known:
         return known[chosen]
