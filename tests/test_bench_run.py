@@ -282,6 +282,17 @@ def test_peers_say_why_they_are_missing(monkeypatch, tmp_path):
     )
 
 
+def test_version_of_a_module_without_metadata(monkeypatch, tmp_path):
+    (tmp_path / "flashinfer.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    peer = PEERS["flashinfer"]()
+    assert peer.version == "unknown"
+    peer.module.__version__ = "0.5.3"
+    assert peer.version == "0.5.3"
+    del sys.modules["flashinfer"]
+
+
 def test_the_operator_of_a_folder_is_called_with_the_batch(monkeypatch, tmp_path):
     (tmp_path / "triton_attention_helpers.py").write_text(
         "from vllm.triton_utils import tl, triton\none = 1\n"

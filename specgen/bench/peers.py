@@ -67,8 +67,11 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """Of what was imported."""
-        return metadata.version(self.distribution)
+        """Of what was imported; "unknown" where it lies there without its metadata."""
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return str(getattr(self.module, "__version__", "unknown"))
 
     def make(self, batch: Batch, way: str = "") -> Run:
         """The call over a batch. Unavailable where the peer does not serve it; whatever the peer raises."""
