@@ -19,19 +19,31 @@ PACKAGE = ROOT / "specgen"
 
 LAYERS = {
     "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
-    " tuning.records",
+    " tuning.records bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
     " cache toolchain loops resources aot aot_worker wheel verify"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
-    " tuning.evidence tuning.relatives tuning.choose",
-    "composition": "pipeline provenance",
+    " tuning.evidence tuning.relatives tuning.choose"
+    " bench.batch bench.timing bench.machine bench.peers bench.vllm_triton bench.results bench.contest bench.step"
+    " bench.report bench.pictures bench.output",
+    "composition": "pipeline provenance bench.run",
     "talk": "cli __main__",
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
 EXTRA = {
     "variant": "runtime.arguments runtime.sizes",  # signature and tile sizes: one statement for kernel and launch
+    "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
+    "bench.batch": "runtime.extras runtime.reference",
+    "bench.peers": "bench.batch bench.vllm_triton",  # a batch is what they are asked; parts of one verb
+    "bench.vllm_triton": "bench.batch",
+    "bench.results": "bench.timing",  # samples are its input
+    "bench.contest": "bench.batch bench.peers bench.results bench.timing runtime.reference",
+    "bench.step": "bench.batch bench.peers bench.results",
+    "bench.report": "bench.results",
+    "bench.pictures": "bench.results",
+    "bench.output": "bench.report bench.pictures",
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
@@ -57,7 +69,7 @@ EXTRA = {
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.table",
-    "cli": "pipeline provenance hf cache",  # init is one verb; the cache is made where its warning is printed
+    "cli": "pipeline provenance bench.run bench.output hf cache",  # init is one verb; the cache is made where its warning is printed
     "__main__": "cli",
 }
 MAX_LINES = 400

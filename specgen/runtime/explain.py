@@ -93,7 +93,7 @@ def explain(
         keys_bound = min(keys_bound, max_seqlen_k)
     keys = min(package.limits.max_seq_len, keys_bound)
     reach = None if ranged else geometry.reach
-    used, operations = _work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
+    used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
     if reach is not None:  # of one sequence, for all its rows
         keys = min(keys, reach - 1 + rows_bound)
     row, why, launches = None, [], []
@@ -145,7 +145,7 @@ def explain_varlen(
     if max_seqlen_k is not None:
         keys = min(keys, max_seqlen_k)
     reach = None if ranged else geometry.reach
-    used, operations = _work(geometry, tokens, seqs, keys, reach, lengths, return_lse, key_tokens)
+    used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse, key_tokens)
     row, why, launches = None, [], []
     if rows_bound and seqs:
         broken = _broken_promises(geometry, data)
@@ -238,7 +238,7 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
     return "programs share the rows"
 
 
-def _work(
+def work(
     geometry: Geometry, tokens, seqs, keys, reach: int | None, lengths: Lengths | None, return_lse: bool,
     key_tokens: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
@@ -278,6 +278,14 @@ def _floors(geometry: Geometry, manifest: dict, arch: str, moved: int, operation
     for target in manifest["targets"]:
         bandwidth, rate = target.get("memory_bandwidth_GBps"), target.get("matrix_rate_TFLOPs")
         if target["arch"] == arch and bandwidth and rate:
-            by_rate = 0.0 if geometry.dtype is torch.float32 else operations / (rate * 1e6)
-            floors[target["id"]] = max(moved / (bandwidth * 1e3), by_rate)
+            floors[target["id"]] = floor_us(geometry, moved, operations, bandwidth, rate)
     return floors
+
+
+def floor_us(geometry: Geometry, moved: int, operations: int, bandwidth: float, rate: float) -> float:
+    """Microseconds that no kernel can be under, at `bandwidth` in GB/s and a matrix `rate` in TFLOP/s.
+
+    float32 uses no matrix unit: there the bytes alone bound it.
+    """
+    by_rate = 0.0 if geometry.dtype is torch.float32 else operations / (rate * 1e6)
+    return max(moved / (bandwidth * 1e3), by_rate)
