@@ -22,7 +22,7 @@ LAYERS = {
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
-    " cache toolchain loops resources aot aot_worker wheel verify",
+    " cache toolchain loops resources child aot aot_worker wheel verify",
     "composition": "pipeline provenance",
     "talk": "cli __main__",
 }
@@ -38,8 +38,8 @@ EXTRA = {
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
     "resources": "loops toolchain",
-    "aot": "cache resources toolchain",
-    "aot_worker": "resources toolchain",
+    "aot": "cache child resources toolchain",
+    "aot_worker": "child resources toolchain",
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.table",
