@@ -19,10 +19,12 @@ PACKAGE = ROOT / "specgen"
 
 LAYERS = {
     "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files",
+    "noun of tuning": "tuning.records",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
-    " cache toolchain loops resources child aot aot_worker wheel verify",
+    " cache toolchain loops resources child aot aot_worker wheel verify"
+    " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.space",
     "composition": "pipeline provenance",
     "talk": "cli __main__",
 }
@@ -34,6 +36,11 @@ EXTRA = {
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
     "expand": "rules tuning",  # enumerating asks what is preferred and what is legal
+    "tuning.jsonl": "tuning.records",
+    "tuning.shipped": "tuning.jsonl tuning.records",
+    "tuning.current": "tuning.records",
+    "tuning.store": "tuning.jsonl tuning.records",
+    "tuning.space": "rules tuning",
     "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
