@@ -18,12 +18,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files",
+    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
+    " bench bench.workloads",
     "noun of tuning": "tuning.records",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
     " cache toolchain loops resources child aot aot_worker wheel verify"
+    " bench.batch bench.timing"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.space",
     "composition": "pipeline provenance",
     "talk": "cli __main__",
@@ -31,6 +33,8 @@ LAYERS = {
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
 EXTRA = {
     "variant": "runtime.arguments runtime.sizes",  # signature and tile sizes: one statement for kernel and launch
+    "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
+    "bench.batch": "runtime.extras runtime.reference",
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",

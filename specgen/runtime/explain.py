@@ -92,7 +92,7 @@ def explain(
     if max_seqlen_k is not None:
         keys = min(keys, max_seqlen_k)
     reach = None if ranged else geometry.reach
-    used, operations = _work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
+    used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
     if reach is not None:  # of one sequence, for all its rows
         keys = min(keys, reach - 1 + rows_bound)
     row, why, launches = None, [], []
@@ -191,7 +191,7 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
     return "programs share the rows"
 
 
-def _work(
+def work(
     geometry: Geometry, tokens, seqs, keys, reach: int | None, lengths: Lengths | None, return_lse: bool
 ) -> tuple[int, int]:
     """(bytes, operations): the real ones for given lengths, else with `keys` in each sequence, of which a row
@@ -228,6 +228,14 @@ def _floors(geometry: Geometry, manifest: dict, arch: str, moved: int, operation
     for target in manifest["targets"]:
         bandwidth, rate = target.get("memory_bandwidth_GBps"), target.get("matrix_rate_TFLOPs")
         if target["arch"] == arch and bandwidth and rate:
-            by_rate = 0.0 if geometry.dtype is torch.float32 else operations / (rate * 1e6)
-            floors[target["id"]] = max(moved / (bandwidth * 1e3), by_rate)
+            floors[target["id"]] = floor_us(geometry, moved, operations, bandwidth, rate)
     return floors
+
+
+def floor_us(geometry: Geometry, moved: int, operations: int, bandwidth: float, rate: float) -> float:
+    """Microseconds that no kernel can be under, at `bandwidth` in GB/s and a matrix `rate` in TFLOP/s.
+
+    float32 uses no matrix unit: there the bytes alone bound it.
+    """
+    by_rate = 0.0 if geometry.dtype is torch.float32 else operations / (rate * 1e6)
+    return max(moved / (bandwidth * 1e3), by_rate)

@@ -71,7 +71,7 @@ class Geometries:
     def __init__(self, manifest: dict, table: Table):
         self.layers = tuple(layer["name"] for layer in manifest["layers"])
         self.all = tuple(
-            _geometry(layer, query_heads, kv_heads)
+            geometry_of(layer, query_heads, kv_heads)
             for layer in manifest["layers"]
             for query_heads, kv_heads in table.heads(layer["name"])
         )
@@ -136,7 +136,8 @@ def features(layer: dict) -> str:
     return ", ".join(words + ["HND"] * (layer.get("layout") == "HND"))
 
 
-def _geometry(layer: dict, query_heads: int, kv_heads: int) -> Geometry:
+def geometry_of(layer: dict, query_heads: int, kv_heads: int) -> Geometry:
+    """The geometry of a manifest's layer at a rank's head counts."""
     dtype = getattr(torch, layer["dtype"])
     promised = sizes.alignment(layer["qk_dim"], layer["v_dim"], dtype.itemsize)
     extras = Extras(*(bool(layer.get(name)) for name in Extras._fields))

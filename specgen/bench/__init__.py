@@ -1,0 +1,1 @@
+"""Measuring attention: workloads, batches and timing, shared by `specgen bench` and `specgen tune`; peers and reports."""
