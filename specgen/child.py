@@ -62,7 +62,8 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked again."""
+        """Whether it can be asked."""
+        self._ended = self._ended or self._process.poll() is not None
         return not self._ended
 
     def ask(self, question: object, time_limit: float) -> object:
