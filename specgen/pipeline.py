@@ -61,7 +61,7 @@ def generate(path: Path | str, cache: Cache | None = None, over_budget: OverBudg
     loaded = load(path)
     refuse_illegal(loaded)
     expansion = expand(loaded.spec, load_targets(), over_budget)
-    artifacts = tuple(_formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
+    artifacts = tuple(formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
     return Generated(loaded, expansion, artifacts)
 
 
@@ -75,7 +75,8 @@ def refuse_illegal(loaded: Loaded) -> None:
         raise SpecError(mistakes)
 
 
-def _formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
+def formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
+    """A rendered artifact with its content formatted; copied files pass unchanged."""
     if artifact.template is None:
         return artifact
     source = artifact.content.decode()

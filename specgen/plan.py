@@ -8,6 +8,7 @@ from specgen.expand import Expansion, Use, decode_query_lens
 from specgen.load import Loaded
 from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
 from specgen.spec import Spec
+from specgen.variant import Variant
 
 RUNTIME = Path(__file__).parent / "runtime"
 # What reaches the package besides Python: the launcher's source, for a host that has to build its own.
@@ -88,6 +89,11 @@ def _features(spec: Spec, use: Use) -> list[tuple[str, str]]:
     return [(name, repr(value)) for name, value in values.items()]
 
 
+def kernel_artifact(variant: Variant) -> Artifact:
+    """The module of one specialization."""
+    return Artifact(f"kernels/{variant.symbol}.py", f"kernels/{variant.family}.py.jinja", context={"variant": variant})
+
+
 def plan(loaded: Loaded, expansion: Expansion) -> tuple[Artifact, ...]:
     """Every generated or copied file of the package except manifest and binaries, paths relative to the package."""
     spec = loaded.spec
@@ -104,7 +110,7 @@ def plan(loaded: Loaded, expansion: Expansion) -> tuple[Artifact, ...]:
     for symbol, variant in expansion.variants.items():
         use = first_use[symbol]
         artifacts += [
-            Artifact(f"kernels/{symbol}.py", f"kernels/{variant.family}.py.jinja", context={"variant": variant}),
+            kernel_artifact(variant),
             Artifact(
                 f"tests/test_{symbol}.py",
                 f"tests/{_TESTS[variant.family]}.py.jinja",

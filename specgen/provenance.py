@@ -91,7 +91,7 @@ def _origin(loaded: Loaded, layer: str, uses: list[Use]) -> Iterator[str]:
 
 def _identity(variant: Variant) -> Iterator[str]:
     g, c = variant.geometry, variant.config
-    tiles = f"padded to tiles of {g.block_qk} and {g.block_v}"
+    tiles = f"in tiles of {' + '.join(map(str, g.qk_tiles))} and {' + '.join(map(str, g.v_tiles))}"
     yield f"  geometry        qk_dim {g.qk_dim}, v_dim {g.v_dim} ({tiles}), {g.dtype}, pages of {g.page_size}"
     if variant.family in ("decode", "prefill"):
         yield f"                  {g.mask}, scale {g.scale!r}"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -33,9 +34,36 @@ def _mask_words(g: Geometry) -> list[str]:
     return [f"{name} {value}" for name, value in numbers if value is not None] + [name for name, on in switches if on]
 
 
+class Part(NamedTuple):
+    """One tile of a head: the ending of its names, the constant that is its width, where it starts (text), its padding."""
+
+    suffix: str
+    block: str
+    start: str
+    padded: bool
+
+
+def _parts(tiles: tuple[int, ...], dim: int, block: str) -> tuple[Part, ...]:
+    if len(tiles) == 1:
+        return (Part("", block, "", tiles[0] != dim),)
+    return Part("", block, "", False), Part("_tail", f"{block}_TAIL", f"{block} + ", sum(tiles) != dim)
+
+
+def _tile_text(tiles: tuple[int, ...], dim: str) -> str:
+    return f"{dim} rounded up to a tile" if len(tiles) == 1 else f"the leading elements of {dim}: one tile"
+
+
+def _in_one_tile(dim: int) -> tuple[int, ...]:
+    """For kernels that only move elements: idle lanes cost nothing there."""
+    return (max(16, next_power_of_two(dim)),)
+
+
 def kernel_view(variant: Variant) -> dict:
     """The names that a kernel template may use, flat: numbers, identifiers and named booleans, never a condition to compute."""
     g, c = variant.geometry, variant.config
+    in_parts = variant.family not in ("append_kv", "merge_states")
+    qk_tiles = g.qk_tiles if in_parts else _in_one_tile(g.qk_dim)
+    v_tiles = g.v_tiles if in_parts else _in_one_tile(g.v_dim)
     return {
         "symbol": variant.symbol,
         "family": variant.family,
@@ -45,10 +73,15 @@ def kernel_view(variant: Variant) -> dict:
         "qk_dim": g.qk_dim,
         "v_dim": g.v_dim,
         "head_dims": str(g.qk_dim) if g.qk_dim == g.v_dim else f"{g.qk_dim} (v {g.v_dim})",
-        "block_qk": g.block_qk,
-        "block_v": g.block_v,
-        "qk_padded": g.block_qk != g.qk_dim,
-        "v_padded": g.block_v != g.v_dim,
+        "block_qk": qk_tiles[0],
+        "qk_tail": sum(qk_tiles[1:]),
+        "qk_tile_text": _tile_text(qk_tiles, "QK_DIM"),
+        "qk_parts": _parts(qk_tiles, g.qk_dim, "BLOCK_QK"),
+        "block_v": v_tiles[0],
+        "v_tail": sum(v_tiles[1:]),
+        "v_tile_text": _tile_text(v_tiles, "V_DIM"),
+        "v_parts": _parts(v_tiles, g.v_dim, "BLOCK_V"),
+        "partial_v": "(BLOCK_V + BLOCK_V_TAIL)" if len(v_tiles) > 1 else "BLOCK_V",
         "dtype": g.dtype,
         "page_size": g.page_size,
         "scale": repr(g.scale),

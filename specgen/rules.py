@@ -69,8 +69,8 @@ def shared_bytes(variant: Variant, vendor: str) -> int:
     if variant.family not in ("decode", "prefill", "varlen"):
         return 0
     g, c = variant.geometry, variant.config
-    key_tile = c.tile_n * (g.block_qk + g.block_v) * g.itemsize
-    query_tile = c.block_m * g.block_qk * g.itemsize
+    key_tile = c.tile_n * (sum(g.qk_tiles) + sum(g.v_tiles)) * g.itemsize
+    query_tile = c.block_m * sum(g.qk_tiles) * g.itemsize
     weight_tile = c.block_m * c.tile_n * g.itemsize
     if vendor == "amd":
         return max(query_tile, max(c.num_stages - 1, 1) * key_tile + weight_tile)

@@ -52,14 +52,14 @@ class Geometry:
         return DTYPES[self.dtype].itemsize
 
     @property
-    def block_qk(self) -> int:
-        """qk_dim rounded up to a tile: a power of two, at least 16 (the depth of a matrix instruction)."""
-        return max(16, next_power_of_two(self.qk_dim))
+    def qk_tiles(self) -> tuple[int, ...]:
+        """Widths of the one or two tiles that hold a head of queries or keys."""
+        return sizes.head_tiles(self.qk_dim)
 
     @property
-    def block_v(self) -> int:
-        """v_dim rounded up to a tile."""
-        return sizes.block_v(self.v_dim)
+    def v_tiles(self) -> tuple[int, ...]:
+        """Widths of the tiles that hold a head of values."""
+        return sizes.head_tiles(self.v_dim)
 
     @property
     def plain(self) -> bool:

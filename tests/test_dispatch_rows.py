@@ -20,7 +20,7 @@ from specgen.load import Loaded, loads
 from specgen.manifest import manifest
 from specgen.plan import dispatch_rows, plan
 from specgen.render import render
-from specgen.runtime.table import Table
+from specgen.runtime.table import Bounds, Table
 from specgen.target import load_targets
 from specgen.variant import Config, Geometry, Variant
 
@@ -92,7 +92,9 @@ def test_rows_are_total_and_disjoint(case):
     spec = SPREAD[case].spec
     rows = dispatch_rows(spec, expand(spec, TARGETS))
     table = Table(rows.attention, rows.append, rows.merge)
-    assert table.faults(spec.limits.max_tokens) == []
+    limits = spec.limits
+    most = Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
+    assert table.faults(most) == []
     archs = {TARGETS[name].arch for name in spec.targets}
     for arch in archs:
         for layer in spec.attention:
@@ -116,7 +118,9 @@ def test_rows_are_total_and_disjoint(case):
                             hits,
                         )
                         assert (
-                            table.attention(arch, layer.name, query_heads, kv_heads, aligned, length)
+                            table.attention(
+                                arch, layer.name, query_heads, kv_heads, aligned, Bounds(length, 1, length, 1)
+                            )
                             is hits[0]
                         )
                     table.append(arch, layer.name, kv_heads, aligned)

@@ -20,13 +20,15 @@ PACKAGE = ROOT / "specgen"
 LAYERS = {
     "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
     " bench bench.workloads",
-    "noun of tuning": "tuning.records",
+    "noun of tuning": "tuning.records tuning.trial",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
     " cache toolchain loops resources child aot aot_worker wheel verify"
     " bench.batch bench.timing"
-    " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.space",
+    " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
+    " tuning.evidence tuning.relatives tuning.choose"
+    " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep",
     "composition": "pipeline provenance",
     "talk": "cli __main__",
 }
@@ -44,7 +46,23 @@ EXTRA = {
     "tuning.shipped": "tuning.jsonl tuning.records",
     "tuning.current": "tuning.records",
     "tuning.store": "tuning.jsonl tuning.records",
+    # What tune tries, and how.
     "tuning.space": "rules tuning",
+    "tuning.trial": "tuning.records",
+    "tuning.bundle": "tuning.records",
+    "tuning.problems": "tuning.bundle tuning.records tuning.trial",
+    "tuning.search": "tuning.problems tuning.records",
+    "tuning.executors": "child tuning.trial",
+    "tuning.trial_worker": "bench.batch bench.timing child runtime.reference tuning.records tuning.trial",
+    "tuning.sweep": "tuning.bundle tuning.current tuning.executors tuning.problems tuning.records tuning.search tuning.store"
+    " tuning.trial",
+    # From measurements to a tree: parts of one verb, each on those before it.
+    "tuning.matrix": "tuning.current tuning.records",
+    "tuning.cover": "tuning.matrix",
+    "tuning.tree": "tuning.records",
+    "tuning.evidence": "tuning.matrix",
+    "tuning.relatives": "tuning.records",
+    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.records tuning.regret tuning.relatives tuning.tree",
     "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name

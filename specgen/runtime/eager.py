@@ -30,13 +30,13 @@ class Eager:
     `open_device(directory, manifest, torch_device)` gives a device's launcher.
     """
 
-    def __init__(self, name, directory, attention_rows, append_rows, merge_rows, open_device):
+    def __init__(self, name, directory, attention_rows, append_rows, merge_rows, open_device, selectors=None):
         self.name = name
         self.directory = Path(directory)
         self.manifest = json.loads((self.directory / "manifest.json").read_text(encoding="utf-8"))
         self.version = self.manifest["version"]
         self.limits = Limits(*(self.manifest["limits"][field] for field in Limits._fields))
-        self.table = Table(attention_rows, append_rows, merge_rows)
+        self.table = Table(attention_rows, append_rows, merge_rows, selectors)
         self.geometries = Geometries(self.manifest, self.table)
         self._by_heads = self.geometries.by_heads
         self._hnd = self.geometries.hnd
@@ -75,7 +75,11 @@ class Eager:
                 tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
                 _refusals.refuse_no_memory("attention", tensors)
             pointers = q_at | k_at | v_at | out_at
-            plan = plans.attention(geometry, not (pointers & 15 or bits & geometry.stride_mask), bound)
+            keys = max_pages * geometry.page_size
+            if max_seqlen_k is not None and max_seqlen_k < keys:
+                keys = max_seqlen_k
+            aligned = not (pointers & 15 or bits & geometry.stride_mask)
+            plan = plans.attention(geometry, aligned, bound, seqs, tokens, keys or 1)
             stream = plans.current_stream(plans.index)
             pool = plans.workspaces
             if workspace is None:

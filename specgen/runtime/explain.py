@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import sizes
 from .geometry import Geometry
-from .table import AttentionRow
+from .table import EVERY, AttentionRow, Bounds
 from .visibility import spans
 
 Lengths = list[tuple[int, int, Tensor | None]]
@@ -88,9 +88,10 @@ def explain(
     geometry, tokens, rows_bound, seqs, max_pages, *_ = bound
     manifest, table = package.manifest, package.table
     arch, multiprocessors, device, mode = _device(manifest, table, plans, problem)
-    keys = min(package.limits.max_seq_len, max_pages * geometry.page_size)
+    keys_bound = max_pages * geometry.page_size
     if max_seqlen_k is not None:
-        keys = min(keys, max_seqlen_k)
+        keys_bound = min(keys_bound, max_seqlen_k)
+    keys = min(package.limits.max_seq_len, keys_bound)
     reach = None if ranged else geometry.reach
     used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
     if reach is not None:  # of one sequence, for all its rows
@@ -104,9 +105,9 @@ def explain(
             geometry.query_heads,
             geometry.kv_heads,
             not broken,
-            min(rows_bound, package.limits.max_tokens),
+            bounds := Bounds(min(rows_bound, package.limits.max_tokens), seqs, tokens, max(keys_bound, 1)),
         )
-        why = _why(geometry, row, rows_bound, tokens, broken)
+        why = _why(geometry, row, bounds, broken)
         for symbol in row.symbols:
             variant = manifest["variants"][symbol]
             grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
@@ -142,14 +143,17 @@ def _device(manifest, table, plans, problem) -> tuple[str, int, str, str]:
     return target["arch"], target["multiprocessors"], text, "cannot run"
 
 
-def _why(geometry: Geometry, row: AttentionRow, bound: int, tokens: int, broken: list[str]) -> list[str]:
+def _why(geometry: Geometry, row: AttentionRow, bounds: Bounds, broken: list[str]) -> list[str]:
     degree = f"tensor_parallel {geometry.degree}"
     features = f": {geometry.features}" if geometry.features else ""
     why = [
         f"layer {row.layer!r}, {row.query_heads}/{row.kv_heads} heads ({degree}){features}",
-        f"at most {bound} query rows per sequence (tokens {tokens}): "
+        f"at most {bounds.query_len} query rows per sequence (tokens {bounds.tokens}): "
         f"row takes {row.min_query_len}..{row.max_query_len}",
     ]
+    for name, value, (low, high) in zip(bounds._fields[1:], bounds[1:], row.box[1:]):
+        if (low, high) != EVERY:
+            why.append(f"{name} at most {value}: row takes {low}.." + (f"{high}" if high < EVERY[1] else ""))
     stride = (geometry.stride_mask + 1) * geometry.dtype.itemsize
     if broken:
         why.append("unaligned: " + "; ".join(broken))

@@ -6,6 +6,7 @@ Importing it needs no GPU and opens no device.
 """
 
 import importlib
+from dataclasses import replace
 from os import environ
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from .errors import CaptureError, NoBinaryError
 from .operators import Operators
 from .plans import DevicePlans
 from .rotary import Rotary
+from .table import EVERY, AttentionRow, Table
 from .workspace import Workspace, is_capturing, narrowed
 
 _is_compiling = torch.compiler.is_compiling
@@ -38,16 +40,32 @@ class Package(Eager):
     """One generated package: its manifest, its dispatch table and, per device, what is loaded.
 
     `name` is the import name, `directory` the package's folder with manifest.json; the rows are those of
-    dispatch.py. `open_device(directory, manifest, torch_device)` gives a device's launcher; tests replace it.
+    dispatch.py, and `selectors` its functions (table.Table). `open_device(directory, manifest, torch_device)`
+    gives a device's launcher; tests replace it.
     """
 
-    def __init__(self, name, directory, attention_rows, append_rows, merge_rows, *, open_device=_open_device):
-        super().__init__(name, directory, attention_rows, append_rows, merge_rows, open_device)
+    def __init__(
+        self, name, directory, attention_rows, append_rows, merge_rows, *, selectors=None, open_device=_open_device
+    ):  # fmt: skip
+        super().__init__(name, directory, attention_rows, append_rows, merge_rows, open_device, selectors)
         self._operators = Operators(self)
 
     def __reduce__(self):
         """Copies and pickles, of its functions too, are the package of the process that reads them."""
         return _package_of, (self.name,)
+
+    def pinned(self, row: AttentionRow) -> "Package":
+        """This package with `row` for every call of its geometry and guard that the row's kernels can serve,
+        whatever the table would choose: what tests and measurements call. Opened devices are shared.
+        """
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        takes = self.limits.max_tokens if row.prefill else self.manifest["variants"][row.decode]["max_query_len"]
+        whole = dict(index=0, min_query_len=1, max_query_len=takes, seqs=EVERY, tokens=EVERY, keys=EVERY)
+        other.table = Table([replace(row, **whole)], self.table.append_rows, self.table.merge_rows)
+        other._devices = {}
+        other._open_device = lambda directory, manifest, torch_device: self.open(torch_device).device
+        return other
 
     def attention(
         self, q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None,

@@ -38,7 +38,8 @@ def candidates(
 def holds(when: Mapping, family: str, geometry: Geometry, target: Target, aligned: bool) -> bool:
     """Whether the `for` of a row of configs.yaml or space.yaml takes in this case."""
     # Merging reads no key: its choice may not depend on qk_dim, or two kernels would claim one dispatch row.
-    widest = geometry.block_v if family == "merge_states" else max(geometry.block_qk, geometry.block_v)
+    v_width = sum(geometry.v_tiles)
+    widest = v_width if family == "merge_states" else max(sum(geometry.qk_tiles), v_width)
     facts = {
         "arch": target.arch,
         "vendor": target.vendor,

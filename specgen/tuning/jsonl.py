@@ -16,6 +16,8 @@ from specgen.errors import Diagnostic, SpecError, shown
 from specgen.tuning.records import (
     Features,
     Measurement,
+    Setting,
+    attention_part,
     canonical,
     measurement_of,
     schedule_fields,
@@ -23,6 +25,7 @@ from specgen.tuning.records import (
     setting_fields,
     setting_of,
 )
+from specgen.variant import Geometry
 
 VERSION = 1
 _HEADER = {"format": "specgen measurements", "version": VERSION}
@@ -36,9 +39,11 @@ def dumps(measurements: Iterable[Measurement]) -> str:
     settings, workloads, schedules, lines = {}, {}, {}, []
     for m in unique:
         setting, schedule, workload = m.key
-        settings[setting] = {"setting": setting, **setting_fields(m.setting)}
-        schedules[schedule] = {"schedule": schedule, **schedule_fields(m.schedule, m.digests)}
-        if workload:
+        if setting not in settings:
+            settings[setting] = {"setting": setting, **setting_fields(m.setting)}
+        if schedule not in schedules:
+            schedules[schedule] = {"schedule": schedule, **schedule_fields(m.schedule, m.digests)}
+        if workload and workload not in workloads:
             features = m.features._asdict()
             workloads[workload] = {"workload": workload, "name": m.workload, "lengths": run_lengths(m.seqs), **features}
         own = own_fields(m)
@@ -48,8 +53,9 @@ def dumps(measurements: Iterable[Measurement]) -> str:
     return "".join(canonical(line) + "\n" for line in (_HEADER, *parts, *lines))
 
 
-def loads(text: str, path: str) -> list[Measurement]:
-    """The measurements of a text, in its order. Raises SpecError with `path:line` for every line that is wrong."""
+def loads(text: str, path: str, geometry: Geometry | None = None) -> list[Measurement]:
+    """The measurements of a text (of one geometry), in its order. Raises SpecError with `path:line` for every line that is wrong."""
+    geometry = geometry and attention_part(geometry)
     lines, mistakes = _parsed(text, path)
     parts: dict[str, dict] = {"setting": {}, "workload": {}, "schedule": {}}
     found = []
@@ -67,7 +73,7 @@ def loads(text: str, path: str) -> list[Measurement]:
     if mistakes:
         raise SpecError(mistakes)
     for number, line in lines:
-        if "measurement" not in line:
+        if "measurement" not in line or not _is_of(parts["setting"].get(line.get("setting")), geometry):
             continue
         try:
             found.append(_measurement(line, parts))
@@ -78,14 +84,14 @@ def loads(text: str, path: str) -> list[Measurement]:
     return found
 
 
-def read(path: str | PathLike) -> list[Measurement]:
-    """The measurements of a file. Raises SpecError if it cannot be read, or with the place of every line that is wrong."""
+def read(path: str | PathLike, geometry: Geometry | None = None) -> list[Measurement]:
+    """The measurements of a file (of one geometry). Raises SpecError if it cannot be read, or with the place of every line that is wrong."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise SpecError([Diagnostic(str(path), None, None, "", f"cannot be read: {reason}")]) from None
-    return loads(text, str(path))
+    return loads(text, str(path), geometry)
 
 
 def unique_by_id(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -136,6 +142,11 @@ def _workload_of(fields: dict) -> tuple[str, tuple[tuple[int, int], ...]]:
     if named != fields:
         raise ValueError(f"does not fit its lengths: needs {canonical(named)}")
     return fields["name"], seqs
+
+
+def _is_of(setting: Setting | None, geometry: Geometry | None) -> bool:
+    """Whether a setting has the geometry; a missing one is for `_measurement` to report."""
+    return setting is None or geometry is None or setting.geometry == geometry
 
 
 def _measurement(line: dict, parts: dict[str, dict]) -> Measurement:

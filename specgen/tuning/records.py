@@ -198,7 +198,7 @@ class Measurement:
         if self.samples_us and self.time_us <= 0:
             yield f"samples_us: the median {median(self.samples_us)} is not above an empty graph's {self.empty_us}"
 
-    @property
+    @cached_property
     def features(self) -> Features:
         """The values of the tree's inputs that the measurement holds for."""
         return Features.of(self.seqs)
@@ -216,15 +216,15 @@ class Measurement:
         tenths = quantiles(self.samples_us, n=10, method="inclusive")
         return (tenths[-1] - tenths[0]) / 2
 
-    @cached_property
+    @property
     def workload_reference(self) -> str:
         """What the workload is called in a file and a store; "" without a batch."""
-        return _reference(self.workload, {"seqs": self.seqs}) if self.seqs else ""
+        return _workload_reference(self.workload, self.seqs) if self.seqs else ""
 
-    @cached_property
+    @property
     def schedule_reference(self) -> str:
         """What the schedule with its kernels is called in a file and a store: another kernel is another schedule there."""
-        return _reference(self.schedule.label, schedule_fields(self.schedule, self.digests))
+        return _schedule_reference(self.schedule, self.digests)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -244,6 +244,16 @@ def canonical(value: object) -> str:
 
 def _reference(label: str, content: dict) -> str:
     return f"{label} #{sha256(canonical(content).encode()).hexdigest()[:_DIGITS]}"
+
+
+@cache
+def _workload_reference(name: str, seqs: tuple[tuple[int, int], ...]) -> str:
+    return _reference(name, {"seqs": seqs})
+
+
+@cache
+def _schedule_reference(schedule: Schedule, digests: tuple[str, ...]) -> str:
+    return _reference(schedule.label, schedule_fields(schedule, digests))
 
 
 def setting_fields(setting: Setting) -> dict:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from specgen.tuning import jsonl
 from specgen.tuning.records import Measurement
+from specgen.variant import Geometry
 
 DIRECTORY = Path(__file__).parent / "data"
 
 
 @cache
-def shipped() -> tuple[Measurement, ...]:
-    """Every measurement of every file, one per id, sorted by id. Raises SpecError if a file is damaged."""
-    found = [m for path in sorted(DIRECTORY.glob("*.jsonl")) for m in jsonl.read(path)]
+def shipped(geometry: Geometry | None = None) -> tuple[Measurement, ...]:
+    """The measurements of every file (of one geometry), one per id, sorted by id. Raises SpecError if a file is damaged."""
+    found = [m for path in sorted(DIRECTORY.glob("*.jsonl")) for m in jsonl.read(path, geometry)]
     return tuple(jsonl.unique_by_id(found))

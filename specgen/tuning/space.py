@@ -42,17 +42,13 @@ class Space:
 def space(
     family: str, geometry: Geometry, targets: Sequence[Target], limits: Limits, max_query_len: int | None, aligned: bool = True
 ) -> Space:
-    """What may be tried for `targets`, GPUs of one arch; the product's untuned choice comes first.
+    """What may be tried for `targets`, GPUs of one arch; first what the product would take untuned, in order of preference.
 
     `max_query_len` as in Variant: rows that decode takes, that prefill leaves to decode (0: none), None for other families.
     """
-    preferred = [
-        config
-        for config in candidates(family, geometry, targets[0], aligned, max_query_len)
-        if not any(_reason(Variant(family, geometry, config, aligned, limits.max_seqs, max_query_len), t, limits) for t in targets)
-    ]
+    preferred = candidates(family, geometry, targets[0], aligned, max_query_len)
     variants, dropped = {}, {}
-    for config in [*preferred[:1], *_crossed(family, geometry, targets[0], max_query_len, aligned)]:
+    for config in [*preferred, *_crossed(family, geometry, targets[0], max_query_len, aligned)]:
         variant = Variant(family, geometry, config, aligned, limits.max_seqs, max_query_len)
         reasons = [reason for target in targets if (reason := _reason(variant, target, limits))]
         if reasons:
@@ -96,7 +92,7 @@ def _reason(variant: Variant, target: Target, limits: Limits) -> str | None:
     if reason := why_not(variant, target, limits):
         return reason
     threads = variant.config.num_warps * target.warp_size
-    registers = variant.config.block_m * variant.geometry.block_v // threads
+    registers = variant.config.block_m * sum(variant.geometry.v_tiles) // threads
     if registers > (most := _THREAD_REGISTERS[target.vendor]):
         return f"the accumulator takes {registers} registers of each of {threads} threads, a thread has {most}"
     return None

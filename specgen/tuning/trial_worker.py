@@ -60,8 +60,11 @@ class Bench:
 
     def answer(self, trial: Trial) -> Answer:
         """What became of a trial."""
-        self._opened = self._opened or self._open(trial)
         if not trial.kernels:
+            try:
+                self._opened = self._open(trial)
+            except Exception as error:  # any of the runtime's: what this process is asked is whether it can
+                return Answer(self._gpu, "", "", "", "", self._run, skipped=_line(error))
             return self._answer()
         try:
             drawn = self._drawn(trial)
@@ -174,9 +177,9 @@ class Bench:
         """The bundle's package under a dispatch table of `kernels` alone: what is timed is what the product runs."""
         key = (kernels, trial.layer["name"], trial.layer["query_heads"], trial.layer["kv_heads"])
         if key not in self._packages:
-            names = ("dispatch", "runtime.table", "runtime.package")
-            dispatch, table, package = (importlib.import_module(f"{trial.package}.{name}") for name in names)
-            directory, own = Path(trial.folder) / trial.package, rows(table, dispatch, trial, kernels)
+            names = ("runtime.table", "runtime.package")
+            table, package = (importlib.import_module(f"{trial.package}.{name}") for name in names)
+            directory, own = Path(trial.folder) / trial.package, rows(table, trial, kernels)
             opened = package.Package(trial.package, directory, **own, open_device=lambda *_: self._opened)
             self._packages[key] = opened
         return self._packages[key]
@@ -255,27 +258,20 @@ class WallTimer:
         return times
 
 
-def rows(table: ModuleType, dispatch: ModuleType, trial: Trial, kernels: Kernels) -> dict[str, tuple]:
+def rows(table: ModuleType, trial: Trial, kernels: Kernels) -> dict[str, tuple]:
     """The rows under which a package launches exactly `kernels`, by the names of Package's arguments.
 
-    `table` and `dispatch` are the bundle package's own modules. The one place that knows how a row looks.
+    `table` is the bundle package's own module. The one place that knows how a row looks.
     """
     layer = trial.layer
-    group = dict(
-        index=0,
-        arch=trial.arch,
-        layer=layer["name"],
-        query_heads=layer["query_heads"],
-        kv_heads=layer["kv_heads"],
-        aligned=True,
-        reason=_REASON,
-    )
+    heads = {"query_heads": layer["query_heads"], "kv_heads": layer["kv_heads"]}
+    group = {"index": 0, "arch": trial.arch, "layer": layer["name"], **heads, "aligned": True, "reason": _REASON}
+    least, most = table.EVERY
+    calls = {"min_query_len": least, "max_query_len": most, "decode": kernels.decode, "prefill": kernels.prefill}
+    found = {"attention_rows": (table.AttentionRow(**group, **calls),), "append_rows": (), "merge_rows": ()}
     if kernels.varlen:
-        own = (table.VarlenRow(**group, symbol=kernels.varlen),)
-        return {"attention_rows": dispatch.ATTENTION_ROWS, "append_rows": (), "merge_rows": (), "varlen_rows": own}
-    everything = dict(min_query_len=1, max_query_len=dispatch.ATTENTION_ROWS[-1].max_query_len)
-    own = (table.AttentionRow(**group, **everything, decode=kernels.decode, prefill=kernels.prefill),)
-    return {"attention_rows": own, "append_rows": (), "merge_rows": ()}
+        found["varlen_rows"] = (table.VarlenRow(**group, symbol=kernels.varlen),)
+    return found
 
 
 def _failure(error: Exception) -> Outcome:
