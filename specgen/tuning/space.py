@@ -40,15 +40,24 @@ class Space:
 
 
 def space(
-    family: str, geometry: Geometry, targets: Sequence[Target], limits: Limits, max_query_len: int | None, aligned: bool = True
+    family: str,
+    geometry: Geometry,
+    targets: Sequence[Target],
+    limits: Limits,
+    max_query_len: int | None,
+    max_registers: Sequence[int] = (),
 ) -> Space:
     """What may be tried for `targets`, GPUs of one arch; first what the product would take untuned, in order of preference.
 
     `max_query_len` as in Variant: rows that decode takes, that prefill leaves to decode (0: none), None for other families.
+    `max_registers`: each is tried as a bound on the registers of a thread, beside none; NVIDIA's compiler alone has one.
+    All promise alignment: the untuned choices serve tensors without it.
     """
+    aligned = True
+    extra = {"maxnreg": [None, *max_registers]} if max_registers and targets[0].vendor == "nvidia" else {}
     preferred = candidates(family, geometry, targets[0], aligned, max_query_len)
     variants, dropped = {}, {}
-    for config in [*preferred, *_crossed(family, geometry, targets[0], max_query_len, aligned)]:
+    for config in [*preferred, *_crossed(family, geometry, targets[0], max_query_len, extra)]:
         variant = Variant(family, geometry, config, aligned, limits.max_seqs, max_query_len)
         reasons = [reason for target in targets if (reason := _reason(variant, target, limits))]
         if reasons:
@@ -66,19 +75,21 @@ def sample(variants: Sequence[Variant], most: int | None, seed: int = 0) -> tupl
     return tuple(variant for place, variant in enumerate(variants) if place in kept)
 
 
-def _crossed(family: str, geometry: Geometry, target: Target, max_query_len: int | None, aligned: bool) -> Iterator[Config]:
+def _crossed(
+    family: str, geometry: Geometry, target: Target, max_query_len: int | None, extra: Mapping[str, list]
+) -> Iterator[Config]:
     rows_taken = None
     if _families()[family]["role"] == "decode":
         rows_taken = max(16, next_power_of_two(geometry.group * max_query_len))
     for row in _families()[family]["axes"]:
-        if not holds(row["for"], family, geometry, target, aligned):
+        if not holds(row["for"], family, geometry, target, aligned=True):
             continue
         block_ms = row["block_m"]
         if rows_taken is not None:
             block_ms = sorted({min(block_m, rows_taken) for block_m in block_ms})
         axes = (block_ms, row["tile_n"], row["num_warps"], row["num_stages"], row["ctas"])
         for values in product(*axes):
-            for options in _options(row.get("options", {})):
+            for options in _options({**row.get("options", {}), **extra}):
                 yield Config(*values, options, ORIGIN)
 
 

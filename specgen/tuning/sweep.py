@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from specgen.bench.workloads import Workload
+from specgen.errors import SpecgenError
 from specgen.tuning.bundle import Bundle, Candidate, Group
 from specgen.tuning.current import Blocklist, comparable, latest
 from specgen.tuning.executors import run_trial
@@ -166,14 +167,13 @@ class Sweep:
                 entries = next(left, None)
                 more = entries is not None and not _over(deadline)
                 if more:
-                    trial = self.trial(group, workload, tuple(entry.kernels for entry in entries), rounds)
+                    trial = self._trial(group, workload, tuple(entry.kernels for entry in entries), rounds)
                     waiting[self._executor.submit(run_trial, trial, self._plan.trial_s)] = entries
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
                 yield waiting.pop(future), self._checked(future)
 
-    def trial(self, group: Group, workload: Workload, kernels: tuple[Kernels, ...], rounds: int) -> Trial:
-        """A trial of this bundle."""
+    def _trial(self, group: Group, workload: Workload, kernels: tuple[Kernels, ...], rounds: int) -> Trial:
         b = self._bundle
         return Trial(str(b.folder.resolve()), b.stamp, b.package, b.arch, group.layer, workload, kernels, rounds, self._plan.seed)
 
@@ -181,7 +181,10 @@ class Sweep:
         """A future's answer. A worker that was lost, and its replacements, is a crash of the trial."""
         error = future.exception()
         if error is None:
-            return future.result()
+            answer, ours = future.result(), self._hello.gpu
+            if (answer.gpu.name, answer.gpu.multiprocessors) != (ours.name, ours.multiprocessors):
+                raise SpecgenError(f"the workers have different GPUs, {ours.name} and {answer.gpu.name}; needs one model")
+            return answer
         if type(error).__name__ == "KilledWorker":  # Dask gave the trial to several workers, and each died of it
             return replace(self._hello, outcomes=(Outcome("crash", detail=f"the Dask workers died: {error}"[:300]),))
         raise error
@@ -264,7 +267,8 @@ class Sweep:
 
     def _conclude(self, problem: Problem, summary: Summary) -> None:
         """Names the best entry over all batches, and what choosing per batch gains over the untuned choice."""
-        whole = [entry for entry in problem.entries if len(self._of(entry)) >= len(problem.workloads)]
+        batches = {workload.name for workload in problem.workloads}
+        whole = [entry for entry in problem.entries if self._of(entry).keys() >= batches]
         if whole:
             summary.best = min(whole, key=lambda entry: self._score(problem, entry)).schedule.label
         if problem.entries[0] in whole:
