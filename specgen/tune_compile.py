@@ -1,33 +1,32 @@
-"""The compile stage of `specgen tune`: a spec -> a bundle of every candidate kernel; and which measurements are out of date.
+"""The compile stage of `specgen tune`: a spec -> bundles of every candidate kernel. Needs no GPU; prints nothing.
 
-Needs no GPU. Composes the same stages as pipeline.py; prints nothing.
+Composes the stages of pipeline.py for kernels that no dispatch table names yet.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
-
-from jinja2 import TemplateNotFound
 
 from specgen import pipeline
 from specgen.aot import Outcome, compile_each
-from specgen.binary import Binary, Failed
+from specgen.artifact import Artifact
+from specgen.binary import Binary, Failed, Refused
 from specgen.cache import Cache
 from specgen.errors import SpecgenError
 from specgen.expand import Expansion, Use, decode_query_lens, expand, geometry
 from specgen.explanations import near
 from specgen.load import Loaded, load
 from specgen.manifest import layer_fields
-from specgen.plan import RUNTIME, kernel_artifact, package_name, plan
+from specgen.plan import RUNTIME, kernel_artifact, plan
 from specgen.render import render
 from specgen.spec import Spec
 from specgen.target import Target, load_targets
 from specgen.toolchain import ptxas_versions, triton_version
-from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, folder_of, read_bundle, to_json
-from specgen.tuning.current import Stale, latest, usable
+from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, to_json, tuning_folder
 from specgen.tuning.grid import STEP, grid
-from specgen.tuning.records import Launch, Measurement, Schedule, Setting, attention_part, kernel_digest
+from specgen.tuning.records import Launch, attention_part, kernel_digest
 from specgen.tuning.space import families, sample, space
 from specgen.variant import Geometry, Variant
 from specgen.wheel import build_launcher
@@ -40,7 +39,7 @@ Report = Callable[[str, int, int], None]  # what is done, how many are done, of 
 class Choice:
     """What goes into a bundle. targets: ids of the spec's, empty is all. only: globs of kernel names, empty is all.
 
-    most: candidates per family and query bound, None is all; max_registers as in `space`; step of the grid of batches.
+    most: candidates per geometry, family and query bound, None is all; max_registers as in `space`; step of the grid of batches.
     binaries: False for sources alone, which Triton's interpreter runs.
     """
 
@@ -55,22 +54,30 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A candidate before its compile, and the digest of its source."""
+    """A candidate before its compile: for which layer and degree, its module as rendered, the digest of its source."""
 
+    use: Use
     role: str
-    variant: Variant
+    module: Artifact
     digest: str
+
+    @property
+    def symbol(self) -> str:
+        return self.use.variant.symbol
+
+    @cached_property
+    def code(self) -> tuple:
+        """Equal for kernels that differ in their name alone: how often a multiprocessor holds one is a fact of the launch."""
+        config = replace(self.use.variant.config, ctas_per_multiprocessor=0)
+        source = self.module.content.decode().split('"""', 2)[2]
+        return source.replace(self.symbol, "kernel"), config, self.use.variant.signature, self.use.variant.divisibility
 
     def candidate(self, outcome: Outcome | None) -> Candidate:
         """With what became of its compile; None: it was not compiled, and may be tried."""
-        v, reason = self.variant, ""
-        status = "ok"
-        if isinstance(outcome, Binary) and outcome.occupancy < v.config.ctas_per_multiprocessor:
-            status = "budget"
-            reason = f"a multiprocessor holds {outcome.occupancy} of its programs, ctas is {v.config.ctas_per_multiprocessor}"
-        elif outcome is not None and not isinstance(outcome, Binary):
-            status, reason = "compile" if isinstance(outcome, Failed) else "budget", outcome.reason
-        return Candidate(self.role, Launch(v.family, v.config), v.max_query_len, v.symbol, self.digest, status, reason)
+        v = self.use.variant
+        status = "compile" if isinstance(outcome, Failed) else "budget" if isinstance(outcome, Refused) else "ok"
+        detail = "" if status == "ok" else outcome.reason
+        return Candidate(self.role, Launch(v.family, v.config), v.max_query_len, v.symbol, self.digest, status, detail)
 
 
 def make_bundles(
@@ -85,8 +92,8 @@ def make_bundles(
 ) -> list[Bundle]:
     """Compile the candidates of a spec, one bundle for each architecture, in `build_dir`/<spec>/tuning/<arch>.
 
-    A candidate that does not compile, is over a budget, or does not fit a multiprocessor as often as it asks for is in the
-    bundle with that status. SpecError for mistakes in the spec, SpecgenError where nothing is left to try.
+    A candidate that does not compile or is over a budget is in the bundle with that status; one that a multiprocessor does not
+    hold as often as it asks for is left out. SpecError for mistakes in the spec, SpecgenError where nothing is left to try.
     """
     loaded = load(path)
     pipeline.refuse_illegal(loaded)
@@ -111,43 +118,26 @@ def _archs(spec: Spec, chosen: Iterable[str]) -> dict[str, list[Target]]:
     return found
 
 
-def _make_bundle(loaded: Loaded, arch, targets, build_dir, choice: Choice, cache, workers, report: Report, warn) -> Bundle:
+def _make_bundle(loaded: Loaded, arch: str, targets, build_dir: Path, choice: Choice, cache, workers, report, warn) -> Bundle:
     spec = loaded.spec
-    groups = {
-        shape: (layer, degree, [(role, v) for role, v in _candidates(spec, shape, targets, choice)])
-        for shape, (layer, degree) in _geometries(spec).items()
-    }
-    if not any(kernels for _, _, kernels in groups.values()):
-        asked = f" named {' or '.join(choice.only)}" if choice.only else ""
-        raise SpecgenError(f"{spec.name}: no kernel{asked} can be tried on {arch}")
-    uses = [Use(arch, layer, degree, v) for layer, degree, kernels in groups.values() for _, v in kernels]
-    artifacts, digests = {}, {}
-    for number, use in enumerate(uses):
-        rendered = render(kernel_artifact(use.variant), loaded)
-        digests[use.variant.symbol] = kernel_digest(rendered.content.decode())
-        artifacts[use.variant.symbol] = pipeline.formatted(rendered, cache)
-        report(f"{arch}: generating", number + 1, len(uses))
-    everything = pipeline.Generated(loaded, Expansion(tuple(uses), ()), tuple(artifacts.values()))
-    outcomes: dict = {}
-    if choice.binaries:
-        jobs = pipeline.jobs(everything)
-        tell = lambda done, total, symbol, arch: report(f"{arch}: compiling", done, total)  # noqa: E731
-        outcomes = compile_each(jobs, workers=workers, progress=tell, cache=cache)
-    found = []
-    for shape, (layer, degree, kernels) in groups.items():
-        named = [_Kernel(role, v, digests[v.symbol]) for role, v in kernels]
-        own = tuple(kernel.candidate(outcomes.get((kernel.variant.symbol, arch))) for kernel in named)
-        found.append(Group(shape, _layer(spec, layer, degree), own))
-    good = {candidate.symbol for group in found for candidate in group.candidates if candidate.status == "ok"}
-    kept = Expansion(tuple(use for use in uses if use.variant.symbol in good), ())
-    skeleton = _skeleton(loaded, cache)
-    generated = pipeline.Generated(loaded, kept, (*skeleton, *(artifacts[symbol] for symbol in sorted(good))))
-    binaries = {pair: outcome for pair, outcome in outcomes.items() if pair[0] in good}
+    kernels = _few_codes(_kernels(loaded, arch, targets, choice), choice)
+    outcomes = _compiled(loaded, kernels, cache, workers, report) if choice.binaries else {}
+    kernels = _sampled([kernel for kernel in kernels if _fits(kernel, outcomes.get(kernel.symbol))], outcomes, choice)
+    groups: dict[Geometry, Group] = {}
+    good = []
+    for number, kernel in enumerate(kernels):
+        shape, candidate = kernel.use.variant.geometry, kernel.candidate(outcomes.get(kernel.symbol))
+        group = groups.get(shape) or Group(shape, _layer(spec, kernel.use), ())
+        groups[shape] = replace(group, candidates=(*group.candidates, candidate))
+        if candidate.status == "ok":
+            good.append(replace(kernel, module=pipeline.formatted(kernel.module, cache)))
+        report(f"generating for {arch}", number + 1, len(kernels))
+    package = _package(loaded, good, _skeleton(loaded, cache))
+    binaries = {(kernel.symbol, arch): outcomes[kernel.symbol] for kernel in good if choice.binaries}
     launcher = build_launcher(RUNTIME, cache=cache, warn=warn) if choice.binaries else None
-    files = pipeline.package_files(generated, binaries, launcher)
     bundle = Bundle(
-        folder=folder_of(build_dir, spec.name, arch),
-        package=package_name(spec.name),
+        folder=tuning_folder(build_dir, spec.name) / arch,
+        package=package.package,
         spec=spec.name,
         spec_sha256=spec.digest,
         arch=arch,
@@ -155,22 +145,94 @@ def _make_bundle(loaded: Loaded, arch, targets, build_dir, choice: Choice, cache
         ptxas=ptxas_versions([arch]),
         aligned=True,
         query_lens=decode_query_lens(spec),
-        groups=tuple(found),
+        groups=tuple(groups.values()),
         workloads=tuple(workload.name for workload in grid(spec.limits.model_dump(), choice.step)),
     )
-    tree = {f"{bundle.package}/{name}": content for name, content in files.items()} | {FILE: to_json(bundle)}
-    write_tree(tree, bundle.folder)
-    return read_bundle(bundle.folder)
+    files = pipeline.package_files(package, binaries, launcher)
+    _write(bundle, {f"{bundle.package}/{name}": content for name, content in files.items()} | {FILE: to_json(bundle)})
+    return bundle
 
 
-def _skeleton(loaded: Loaded, cache: Cache | None) -> list:
-    """The package without kernels and tests: runtime, dispatch table (of the untuned choices), public functions."""
-    artifacts = plan(loaded, expand(loaded.spec, load_targets()))
-    left_out = [a.path for a in artifacts if a.path.startswith(("kernels/", "tests/")) and not a.path.endswith("__init__.py")]
-    return [pipeline.formatted(render(a, loaded), cache) for a in artifacts if a.path not in left_out]
+def _kernels(loaded: Loaded, arch: str, targets: Sequence[Target], choice: Choice) -> list[_Kernel]:
+    """Every candidate for one arch. SpecgenError if there is none."""
+    found = []
+    for shape, (layer, degree) in geometries(loaded.spec).items():
+        for role, variant in _candidates(loaded.spec, shape, targets, choice):
+            module = render(kernel_artifact(variant), loaded)
+            found.append(_Kernel(Use(arch, layer, degree, variant), role, module, kernel_digest(module.content.decode())))
+    if not found:
+        asked = f" named {' or '.join(choice.only)}" if choice.only else ""
+        raise SpecgenError(f"{loaded.spec.name}: no kernel{asked} can be tried on {arch}")
+    return found
 
 
-def _geometries(spec: Spec) -> dict[Geometry, tuple[str, int]]:
+def _compiled(loaded: Loaded, kernels: Sequence[_Kernel], cache, workers, report: Report) -> dict[str, Outcome]:
+    """What became of the compile of each, by symbol. Kernels of the same code share one binary, under the first's name."""
+    first: dict[tuple, _Kernel] = {}
+    for kernel in kernels:
+        first.setdefault(kernel.code, kernel)
+    compiled = [replace(kernel, module=pipeline.formatted(kernel.module, cache)) for kernel in first.values()]
+    jobs = pipeline.jobs(_package(loaded, compiled))
+    tell = lambda done, total, symbol, arch: report(f"compiling for {arch}", done, total)  # noqa: E731
+    outcomes = {job: found for (job, _), found in compile_each(jobs, workers=workers, progress=tell, cache=cache).items()}
+    return {kernel.symbol: outcomes[first[kernel.code].symbol] for kernel in kernels}
+
+
+def _fits(kernel: _Kernel, outcome: Outcome | None) -> bool:
+    """Whether a multiprocessor holds the kernel as often as its launch supposes."""
+    return not isinstance(outcome, Binary) or outcome.occupancy >= kernel.use.variant.config.ctas_per_multiprocessor
+
+
+def _few_codes(kernels: Sequence[_Kernel], choice: Choice) -> list[_Kernel]:
+    """Those of at most twice `choice.most` codes of a part: some will not fit, and compiling is what takes the time."""
+    if choice.most is None:
+        return list(kernels)
+    kept = set()
+    for part in _parts(kernels):
+        kept |= set(sample(list(dict.fromkeys(kernel.code for kernel in part)), 2 * choice.most, choice.seed))
+    return [kernel for kernel in kernels if kernel.code in kept]
+
+
+def _sampled(kernels: Sequence[_Kernel], outcomes: Mapping[str, Outcome], choice: Choice) -> list[_Kernel]:
+    """At most `choice.most` of a part that may be tried, and of those that failed each code once."""
+    failed = [kernel for kernel in kernels if isinstance(outcomes.get(kernel.symbol), Failed | Refused)]
+    names = {kernel.symbol for kernel in failed}
+    found = []
+    for part in _parts([kernel for kernel in kernels if kernel.symbol not in names]):
+        found += sample(part, choice.most, choice.seed)
+    return found + list({kernel.code: kernel for kernel in reversed(failed)}.values())
+
+
+def _parts(kernels: Iterable[_Kernel]) -> list[list[_Kernel]]:
+    """Kernels by geometry, family and query bound."""
+    parts: dict[tuple, list[_Kernel]] = {}
+    for kernel in kernels:
+        v = kernel.use.variant
+        parts.setdefault((v.geometry, v.family, v.max_query_len), []).append(kernel)
+    return list(parts.values())
+
+
+def _package(loaded: Loaded, kernels: Sequence[_Kernel], rest: Sequence[Artifact] = ()) -> pipeline.Generated:
+    """A package of these kernels, each once; `rest`: its other files."""
+    modules = {kernel.module.path: kernel.module for kernel in kernels}
+    return pipeline.Generated(loaded, Expansion(tuple(kernel.use for kernel in kernels), ()), (*rest, *modules.values()))
+
+
+def _write(bundle: Bundle, files: dict[str, bytes]) -> None:
+    """Replace the bundle's folder; SpecgenError if something lies there that specgen did not write."""
+    folder = bundle.folder
+    if folder.exists() and not (folder / FILE).is_file() and (folder.is_file() or any(folder.iterdir())):
+        raise SpecgenError(f"{folder}: exists and is no bundle that specgen wrote; move it away or build elsewhere")
+    write_tree(files, folder)
+
+
+def _skeleton(loaded: Loaded, cache: Cache | None) -> list[Artifact]:
+    """The package without kernels and tests: runtime, public functions, the untuned dispatch table (trials bring their own)."""
+    parts = [a for a in plan(loaded, expand(loaded.spec, load_targets())) if not a.path.startswith(("kernels/", "tests/"))]
+    return [pipeline.formatted(render(artifact, loaded), cache) for artifact in parts]
+
+
+def geometries(spec: Spec) -> dict[Geometry, tuple[str, int]]:
     """(layer, degree) of the first use of each geometry that attention kernels tell apart."""
     found: dict[Geometry, tuple[str, int]] = {}
     for entry in spec.attention:
@@ -191,7 +253,7 @@ def _candidates(spec: Spec, shape: Geometry, targets: Sequence[Target], choice: 
             for max_query_len in query_lens:
                 legal = space(family, shape, targets, spec.limits, max_query_len, choice.max_registers).variants
                 named = [v for v in legal if _named(v.symbol, choice.only)]
-                found += [(role, v) for v in sample(named, choice.most, choice.seed)]
+                found += [(role, v) for v in named]
     return found
 
 
@@ -199,31 +261,8 @@ def _named(symbol: str, globs: Sequence[str]) -> bool:
     return not globs or any(fnmatchcase(symbol, glob) for glob in globs)
 
 
-def _layer(spec: Spec, name: str, degree: int) -> dict:
-    """The manifest's entry of a layer with the head counts of a rank."""
-    entry = next(entry for entry in spec.attention if entry.name == name)
-    query_heads, kv_heads = entry.per_rank(degree)
-    return layer_fields(spec, entry) | {"query_heads": query_heads, "kv_heads": kv_heads}
-
-
-def stale(path: Path, measurements: Iterable[Measurement]) -> list[Stale]:
-    """Of the measurements of a spec's geometries, those of other kernels than it generates now, or of another Triton."""
-    loaded = load(path)
-    shapes = set(_geometries(loaded.spec))
-    own = [m for m in latest(measurements) if m.setting.geometry in shapes]
-
-    def digests_now(setting: Setting, schedule: Schedule) -> tuple[str, ...]:
-        return tuple(_digest(loaded, setting, schedule, role) for role in ("decode", "prefill") if getattr(schedule, role))
-
-    return usable(own, triton_version(), digests_now)[1]
-
-
-def _digest(loaded: Loaded, setting: Setting, schedule: Schedule, role: str) -> str:
-    """The digest of a kernel as it would be generated now; "" where no template makes one any more."""
-    launch = getattr(schedule, role)
-    rows = schedule.max_query_len if launch.family not in families("varlen") else None
-    variant = Variant(launch.family, setting.geometry, launch.config, setting.aligned, setting.max_seqs, rows)
-    try:
-        return kernel_digest(render(kernel_artifact(variant), loaded).content.decode())
-    except (TemplateNotFound, KeyError):
-        return ""
+def _layer(spec: Spec, use: Use) -> dict:
+    """The manifest's entry of a use's layer, with the head counts of a rank."""
+    entry = next(entry for entry in spec.attention if entry.name == use.layer)
+    g = use.variant.geometry
+    return layer_fields(spec, entry) | {"query_heads": g.query_heads, "kv_heads": g.kv_heads}

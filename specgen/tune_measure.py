@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specgen.bench.workloads import Workload, parse
 from specgen.errors import SpecgenError
-from specgen.tuning.bundle import Bundle, Group
+from specgen.tuning.bundle import Bundle, Group, find_bundles, store_in, tuning_folder
 from specgen.tuning.executors import open_executor, run_trial
 from specgen.tuning.grid import affordable, read_trace, spread
 from specgen.tuning.problems import Problem, joint_problem, single_problems
@@ -41,17 +41,20 @@ def measure(
     plan: Plan = Plan(),
     seconds: float | None = None,
     trace: Path | None = None,
+    imported: Sequence[Path] = (),
     report: Report = lambda problem, done, total: None,
     conclude: Callable[[Summary], None] = lambda summary: None,
 ) -> list[Summary]:
     """Try the candidates of the bundle that runs here, until all is tried or about `seconds` have passed; then call it again.
 
     store: the file that keeps the measurements, and that says what is known. trace: a file of batches (grid.read_trace), in
-    place of the bundle's grid. `report` hears of every trial, `conclude` of every problem. SpecgenError where none can run.
+    place of the bundle's grid. imported: JSON Lines that are added to the store first. `report` hears of every trial, `conclude` of every problem. SpecgenError where none can run.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     summaries: list[Summary] = []
     with Store(store) as kept, open_executor(where.executor, local_gpus(where)) as (executor, workers):
+        for file in imported:
+            kept.import_jsonl(file)
         bundle, hello = _fitting(bundles, executor)
         sweep = Sweep(bundle, kept, executor, workers, hello, plan, report)
         batches = [_batches(bundle, group, hello, trace) for group in bundle.groups]
@@ -70,6 +73,24 @@ def measure(
             run(problems)
             run(joint_problem(bundle, group, each, sweep.times))
     return summaries
+
+
+def find(spec: Path | None, build_dir: Path, folder: Path | None) -> list[Bundle]:
+    """The bundles in `folder`, or those of a spec. SpecgenError if there is none, or it is not of the spec as it is now."""
+    if spec is None:
+        return find_bundles(folder)
+    from specgen.load import load
+
+    loaded = load(spec)
+    bundles = find_bundles(folder or tuning_folder(build_dir, loaded.spec.name))
+    if any(bundle.spec_sha256 != loaded.spec.digest for bundle in bundles):
+        raise SpecgenError(f"{spec}: the bundle in {bundles[0].folder} is of another state of it; make it anew")
+    return bundles
+
+
+def store_beside(bundles: Sequence[Bundle]) -> Path:
+    """Where the measurements of bundles are kept, if no other place is named."""
+    return store_in(bundles[0].folder.parent)
 
 
 def local_gpus(where: Where) -> tuple[str | None, ...]:

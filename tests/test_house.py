@@ -29,7 +29,7 @@ LAYERS = {
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
     " tuning.evidence tuning.relatives tuning.choose"
     " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep",
-    "composition": "pipeline provenance",
+    "composition": "pipeline provenance tune_compile tune_measure tune_data",
     "talk": "cli __main__",
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
@@ -72,7 +72,10 @@ EXTRA = {
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.table",
-    "cli": "pipeline provenance hf cache",  # init is one verb; the cache is made where its warning is printed
+    "tune_compile": "pipeline tuning.records",
+    "tune_measure": "tuning.trial",
+    "tune_data": "tune_compile tuning.records",  # which geometries a spec has
+    "cli": "pipeline provenance tune_compile tune_measure tune_data hf cache",  # init is one verb; the cache is made where its warning is printed
     "__main__": "cli",
 }
 MAX_LINES = 400

@@ -7,7 +7,6 @@ Reads and writes trials.json alone. Needs no Triton and no GPU; what is in the p
 """
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -77,6 +76,14 @@ class Bundle:
         return sha256((self.folder / FILE).read_bytes() + json.dumps(self.manifest).encode()).hexdigest()
 
     @property
+    def summary(self) -> str:
+        """Such as "180 kernels to try, 12 over a budget, 0 that do not compile; 93 batches"."""
+        statuses = [candidate.status for group in self.groups for candidate in group.candidates]
+        words = {"ok": "kernels to try", "budget": "over a budget", "compile": "that do not compile"}
+        counted = ", ".join(f"{statuses.count(status)} {text}" for status, text in words.items())
+        return f"{counted}; {len(self.workloads)} batches"
+
+    @property
     def limits(self) -> dict[str, int]:
         """The spec's."""
         return self.manifest["limits"]
@@ -87,9 +94,14 @@ class Bundle:
         return next(target for target in self.manifest["targets"] if target["arch"] == self.arch)
 
 
-def folder_of(build_dir: Path, spec: str, arch: str) -> Path:
-    """Where the bundle of a spec (by name) and arch lies."""
-    return build_dir / spec / "tuning" / arch
+def tuning_folder(build_dir: Path, spec: str) -> Path:
+    """Where the bundles and the measurements of a spec (by name) lie; a bundle in a folder named after its arch."""
+    return build_dir / spec / "tuning"
+
+
+def store_in(folder: Path) -> Path:
+    """The file of the measurements in such a folder."""
+    return folder / "measurements.sqlite"
 
 
 def to_json(bundle: Bundle) -> bytes:
@@ -159,11 +171,3 @@ def _candidate_of(fields: dict) -> Candidate:
     config = dict(own.pop("config"))
     config["options"] = tuple(sorted(config["options"].items()))
     return Candidate(launch=Launch(own.pop("family"), Config(**config)), **own)
-
-
-def counts(candidates: Iterable[Candidate]) -> dict[str, int]:
-    """How many candidates there are of each status."""
-    found: dict[str, int] = {}
-    for candidate in candidates:
-        found[candidate.status] = found.get(candidate.status, 0) + 1
-    return found

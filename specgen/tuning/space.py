@@ -67,12 +67,12 @@ def space(
     return Space(tuple(variants.values()), tuple(dropped.items()))
 
 
-def sample(variants: Sequence[Variant], most: int | None, seed: int = 0) -> tuple[Variant, ...]:
+def sample(items: Sequence, most: int | None, seed: int = 0) -> list:
     """At most `most` of them, the first and a random choice of the others, in their order; all where `most` is None."""
-    if most is None or len(variants) <= most:
-        return tuple(variants)
-    kept = {0, *random.Random(seed).sample(range(1, len(variants)), most - 1)}
-    return tuple(variant for place, variant in enumerate(variants) if place in kept)
+    if most is None or len(items) <= most:
+        return list(items)
+    kept = {0, *random.Random(seed).sample(range(1, len(items)), most - 1)}
+    return [item for place, item in enumerate(items) if place in kept]
 
 
 def _crossed(

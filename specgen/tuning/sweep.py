@@ -15,11 +15,12 @@ from specgen.errors import SpecgenError
 from specgen.tuning.bundle import Bundle, Candidate, Group
 from specgen.tuning.current import Blocklist, comparable, latest
 from specgen.tuning.executors import run_trial
-from specgen.tuning.problems import Entry, Problem, best_times, score
+from specgen.tuning.problems import OBJECTIVES, Entry, Problem, best_times, score
 from specgen.tuning.records import WITHOUT_BATCH, Measurement, Schedule, Setting, Software
-from specgen.tuning.search import open_search
+from specgen.tuning.search import SEARCHES, open_search
 from specgen.tuning.store import Store
 from specgen.tuning.trial import Answer, Kernels, Outcome, Trial
+from specgen.variant import Geometry
 
 FAR = 1.5  # an entry that is this many times slower than the best on each of its first batches is dropped
 FIRST = 3  # batches that are tried before one is
@@ -38,9 +39,18 @@ class Plan:
     search: str = "auto"
     objective: str = "mean"
     rounds: int = 10
-    final_rounds: int = 30
     trial_s: float = 60.0
     seed: int = 0
+
+    def __post_init__(self):
+        for name, known in (("search", SEARCHES), ("objective", OBJECTIVES)):
+            if (value := getattr(self, name)) not in known:
+                raise SpecgenError(f"--{name}: needs one of {', '.join(known)}, got {value!r}")
+
+    @property
+    def final_rounds(self) -> int:
+        """Of the timings that decide."""
+        return 3 * self.rounds
 
 
 @dataclass
@@ -60,6 +70,18 @@ class Summary:
     best: str = ""
     gain: float | None = None  # geometric mean of untuned times over the best time of each batch
 
+    def __str__(self) -> str:
+        trials = f"{self.measured} trials" + (f" and {self.known} known" if self.known else "")
+        lines = [f"{self.problem}: {self.entries} schedules, {self.batches} batches, {trials}"]
+        lines[0] += "" if self.complete else ", not complete"
+        if self.failed or self.dropped:
+            lines.append(f"  {self.failed} failed, {self.dropped} dropped as far from the best")
+        if self.best:
+            lines.append(f"  best over all batches: {self.best}")
+        if self.gain:
+            lines.append(f"  the best of each batch over the untuned choice: {self.gain:.3f}x")
+        return "\n".join(lines)
+
 
 class Sweep:
     """Trials of one bundle on the workers of an executor.
@@ -75,6 +97,7 @@ class Sweep:
         self._executor, self._workers, self._hello = executor, workers, hello
         self.times: dict[Kernels, dict[str, float]] = {}
         self._bad: set[tuple[str, ...]] = set()
+        self._stored: dict[Geometry, list[Measurement]] = {}  # when the sweep began
 
     def refuse(self, group: Group) -> int:
         """Keeps the candidates of a group that did not compile as measurements that block them; how many were new."""
@@ -236,10 +259,12 @@ class Sweep:
         return Setting(group.geometry, b.aligned, b.limits["max_seqs"], answer.gpu, software)
 
     def _known(self, group: Group) -> list[Measurement]:
-        """What the store has of this geometry, GPU model and compiler."""
-        setting = self._setting(group, self._hello)
-        found = self._store.measurements(geometry=group.geometry, gpu=setting.gpu.name)
-        return [m for m in found if comparable(m.setting, setting)]
+        """What the store had of this geometry, GPU model and compiler when the sweep began."""
+        if group.geometry not in self._stored:
+            setting = self._setting(group, self._hello)
+            found = self._store.measurements(geometry=group.geometry, gpu=setting.gpu.name)
+            self._stored[group.geometry] = [m for m in found if comparable(m.setting, setting)]
+        return self._stored[group.geometry]
 
     def _recall(self, problem: Problem) -> set[tuple[Kernels, str]]:
         """Reads what the store has for a problem: times, and what is blocked. Returns what was timed in finals."""
