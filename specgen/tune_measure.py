@@ -127,10 +127,13 @@ def _fitting(bundles: Sequence[Bundle], executor: Executor) -> tuple[Bundle, Ans
 
 
 def _ask(bundle: Bundle, executor: Executor) -> Answer:
-    nothing = Trial(
-        str(bundle.folder.resolve()), bundle.stamp, bundle.package, bundle.arch, {}, Workload("", ()), (), rounds=0
-    )
-    return executor.submit(run_trial, nothing, 0.0).result()
+    return executor.submit(run_trial, _nothing(bundle), 0.0).result()
+
+
+def _nothing(bundle: Bundle) -> Trial:
+    """The trial of no kernels, which asks where a bundle would run."""
+    folder = str(bundle.folder.resolve())
+    return Trial(folder, bundle.stamp, bundle.package, bundle.arch, {}, Workload("", ()), (), rounds=0)
 
 
 def _batches(bundle: Bundle, group: Group, hello: Answer, trace: Path | None) -> list[Workload]:

@@ -22,8 +22,8 @@ from specgen.tuning.store import Store
 from specgen.tuning.trial import Answer, Kernels, Outcome, Trial
 from specgen.variant import Geometry
 
-FAR = 1.5  # an entry that is this many times slower than the best on each of its first batches is dropped
-FIRST = 3  # batches that are tried before one is
+FAR = 1.5  # an entry that is this many times slower than the best on each of its first batches is dropped,
+FIRST = 3  # after so many, but for the untuned choice: what it takes is what the others are judged by
 ASKED = 16  # entries that a sampler is asked for at once: they are measured batch by batch
 NEAR = 1.1  # entries within this factor of a batch's best are timed once more, side by side
 FINALISTS = 4  # of them at most, besides the untuned choice
@@ -148,9 +148,9 @@ class Sweep:
             alive = sound
             if place + 1 >= FIRST:
                 best = best_times(problem.entries, self.times)
-                near = [entry for entry in sound if (score(entry, self.times, best, "best") or FAR) <= FAR]
-                summary.dropped += len(sound) - len(near)
-                alive = near
+                far = [entry for entry in sound if (score(entry, self.times, best, "best") or FAR) > FAR]
+                alive = [entry for entry in sound if entry is problem.entries[0] or entry not in far]
+                summary.dropped += len(sound) - len(alive)
         return False
 
     def _finals(self, problem: Problem, finals: set, summary: Summary, deadline: float | None) -> bool:
@@ -269,7 +269,7 @@ class Sweep:
     def _recall(self, problem: Problem) -> set[tuple[Kernels, str]]:
         """Reads what the store has for a problem: times, and what is blocked. Returns what was timed in finals."""
         known = latest(self._known(problem.group))
-        self._bad |= {m.digests for m in known if m.status not in ("ok", *WITHOUT_BATCH)}
+        self._bad |= {m.digests for m in known if m.status not in ("ok", "compile")}  # what the bundle holds has compiled
         entries = {(entry.schedule, entry.digests): entry for entry in problem.entries}
         batches = {workload.seqs: workload.name for workload in problem.workloads}
         finals = set()
