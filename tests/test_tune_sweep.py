@@ -73,7 +73,7 @@ BAD = {
 
 def test_bad_candidates_are_logged_and_blocked_and_the_sweep_goes_on(tmp_path):
     failed = [("compile", "in 's = q': no such thing"), ("budget", "spills registers in a main loop: 16 bytes")]
-    bundle = make_bundle(tmp_path / "b", decode=("right_9ms", *BAD, "right_8ms"), failed=failed, workloads=("dec b2 k16", "dec b1 k64"))
+    bundle = make_bundle(tmp_path / "b", decode=("right_30ms", *BAD, "right_8ms"), failed=failed, workloads=("dec b2 k16", "dec b1 k64"))
     store = tmp_path / "m.sqlite"
     (summary,) = measure([bundle], store, plan=Plan(rounds=2, trial_s=4))
     assert summary.complete and summary.failed == len(BAD)
@@ -86,7 +86,7 @@ def test_bad_candidates_are_logged_and_blocked_and_the_sweep_goes_on(tmp_path):
     for symbol, (status, reason) in zip(("decode_q1_7_failed", "decode_q1_8_failed"), failed):
         (m,) = found[symbol]
         assert (m.status, m.detail, m.seqs) == (status, reason, ())
-    assert len(found["decode_q1_0_right_9ms"]) == 4
+    assert len(found["decode_q1_0_right_30ms"]) == 4
     assert len(Blocklist(kept(store))) == len(BAD) + len(failed)
 
     before = launched(bundle)
