@@ -89,7 +89,7 @@ def _tune_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--bundle", type=Path, help="folder of the bundle to measure (BUILD_DIR/<spec>/tuning)")
     sub.add_argument("--store", type=Path, help="file of the measurements (measurements.sqlite beside the bundle)")
     sub.add_argument("--import", dest="imported", type=Path, action="append", metavar="FILE", help="first add a JSON Lines file to the store")
-    sub.add_argument("--data", type=Path, help="folder for --export (that of the measurements that ship with specgen)")
+    sub.add_argument("--data", type=Path, help="folder for --export, a file per GPU (default: one file beside the spec)")
     some = sub.add_argument_group("what to try")
     some.add_argument("--target", dest="targets", action="append", help="a target of the spec (all); may be given again")
     some.add_argument("--only", action="append", metavar="GLOB", help="kernels by name, such as 'decode_*'; may be given again")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from specgen import __version__
 from specgen.binary import Binary
-from specgen.expand import Expansion
+from specgen.expand import Dispatch, Expansion
 from specgen.plan import package_name
 from specgen.spec import AttentionSpec, Spec
 from specgen.target import ARCHS, Target
@@ -47,6 +47,7 @@ def manifest(
         "targets": [_target(targets[name]) for name in spec.targets],
         "limits": spec.limits.model_dump(),
         "layers": [layer_fields(spec, entry) for entry in spec.attention],
+        "dispatch": [_dispatch(each) for each in expansion.dispatch],
         "over_budget": [
             {"symbol": symbol, "arch": arch, "reason": reason} for (symbol, arch), reason in sorted(over_budget.items())
         ],
@@ -77,6 +78,23 @@ def layer_fields(spec: Spec, entry: AttentionSpec) -> dict:
         "cross": entry.cross,
         "rotary_dim": entry.rotary.dim if entry.rotary else None,
         "rotary_style": entry.rotary.style if entry.rotary else None,
+    }
+
+
+def _dispatch(each: Dispatch) -> dict:
+    """Whose measurements route a layer's calls, and the slowdown against the best of each measured workload."""
+    choice = each.choice
+    return {
+        "arch": each.arch,
+        "layer": each.layer,
+        "tensor_parallel": each.degree,
+        "aligned": each.aligned,
+        "measured_on": choice.source,
+        "regret": {
+            name: regret._asdict()
+            for name in ("training", "held_out", "default")
+            if (regret := getattr(choice, name)) is not None
+        },
     }
 
 

@@ -1,5 +1,6 @@
 """Artifacts -> text: Jinja with StrictUndefined over templates/, a context of named values, no logic of its own."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -23,6 +24,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    environment.filters["literal"] = lambda text: json.dumps(text, ensure_ascii=False)
     environment.filters["identifier"] = lambda name: "None" if name is None else f'"{name}"'
     return environment
 

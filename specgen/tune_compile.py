@@ -15,7 +15,7 @@ from specgen.artifact import Artifact
 from specgen.binary import Binary, Failed, Refused
 from specgen.cache import Cache
 from specgen.errors import SpecgenError
-from specgen.expand import Expansion, Use, decode_query_lens, expand, geometry
+from specgen.expand import Expansion, Use, decode_query_lens, expand, geometries
 from specgen.explanations import near
 from specgen.load import Loaded, load
 from specgen.manifest import layer_fields
@@ -26,7 +26,7 @@ from specgen.target import Target, load_targets
 from specgen.toolchain import ptxas_versions, triton_version
 from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, to_json, tuning_folder
 from specgen.tuning.grid import STEP, grid
-from specgen.tuning.records import Launch, attention_part, kernel_digest
+from specgen.tuning.records import Launch, kernel_digest
 from specgen.tuning.space import families, sample, space
 from specgen.variant import Geometry, Variant
 from specgen.wheel import build_launcher
@@ -215,7 +215,8 @@ def _parts(kernels: Iterable[_Kernel]) -> list[list[_Kernel]]:
 def _package(loaded: Loaded, kernels: Sequence[_Kernel], rest: Sequence[Artifact] = ()) -> pipeline.Generated:
     """A package of these kernels, each once; `rest`: its other files."""
     modules = {kernel.module.path: kernel.module for kernel in kernels}
-    return pipeline.Generated(loaded, Expansion(tuple(kernel.use for kernel in kernels), ()), (*rest, *modules.values()))
+    expansion = Expansion(tuple(kernel.use for kernel in kernels), (), ())
+    return pipeline.Generated(loaded, expansion, (*rest, *modules.values()), stale=0)
 
 
 def _write(bundle: Bundle, files: dict[str, bytes]) -> None:
@@ -230,15 +231,6 @@ def _skeleton(loaded: Loaded, cache: Cache | None) -> list[Artifact]:
     """The package without kernels and tests: runtime, public functions, the untuned dispatch table (trials bring their own)."""
     parts = [a for a in plan(loaded, expand(loaded.spec, load_targets())) if not a.path.startswith(("kernels/", "tests/"))]
     return [pipeline.formatted(render(artifact, loaded), cache) for artifact in parts]
-
-
-def geometries(spec: Spec) -> dict[Geometry, tuple[str, int]]:
-    """(layer, degree) of the first use of each geometry that attention kernels tell apart."""
-    found: dict[Geometry, tuple[str, int]] = {}
-    for entry in spec.attention:
-        for degree in spec.tensor_parallel:
-            found.setdefault(attention_part(geometry(spec, entry, degree)), (entry.name, degree))
-    return found
 
 
 def _candidates(spec: Spec, shape: Geometry, targets: Sequence[Target], choice: Choice) -> list[tuple[str, Variant]]:

@@ -7,6 +7,7 @@ from specgen.runtime import sizes
 from specgen.runtime.arguments import ARGUMENTS, Argument, arguments
 
 FAMILIES = tuple(ARGUMENTS)
+PAGED = ("decode", "prefill")  # families that read a paged cache: what `attention` launches
 LOG2E = 1.4426950408889634
 
 

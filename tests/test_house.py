@@ -19,11 +19,10 @@ PACKAGE = ROOT / "specgen"
 
 LAYERS = {
     "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
-    " bench bench.workloads",
-    "noun of tuning": "tuning.records tuning.trial",
+    " tuning.records tuning.trial bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
-    "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
+    "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
     " cache toolchain loops resources child aot aot_worker wheel verify"
     " bench.batch bench.timing"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
@@ -41,29 +40,26 @@ EXTRA = {
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
-    "expand": "rules tuning",  # enumerating asks what is preferred and what is legal
-    "tuning.jsonl": "tuning.records",
-    "tuning.shipped": "tuning.jsonl tuning.records",
-    "tuning.current": "tuning.records",
-    "tuning.store": "tuning.jsonl tuning.records",
+    # Enumerating asks what is preferred, what is legal, and what was measured.
+    "expand": "rules tuning tuning.choose tuning.tree",
+    "measured": "expand load plan render toolchain tuning.current tuning.jsonl tuning.shipped",
+    "tuning.shipped": "tuning.jsonl",
+    "tuning.store": "tuning.jsonl",
     # What tune tries, and how.
     "tuning.space": "rules tuning",
-    "tuning.trial": "tuning.records",
-    "tuning.bundle": "tuning.records",
-    "tuning.problems": "tuning.bundle tuning.records tuning.trial",
-    "tuning.search": "tuning.problems tuning.records",
-    "tuning.executors": "child tuning.trial",
-    "tuning.trial_worker": "bench.batch bench.timing child runtime.reference tuning.records tuning.trial",
-    "tuning.sweep": "tuning.bundle tuning.current tuning.executors tuning.problems tuning.records tuning.search tuning.store"
-    " tuning.trial",
+    "tuning.problems": "tuning.bundle",
+    "tuning.search": "tuning.problems",
+    "tuning.executors": "child",
+    "tuning.trial_worker": "bench.batch bench.timing child runtime.reference",
+    "tuning.sweep": "tuning.bundle tuning.current tuning.executors tuning.problems tuning.search tuning.store",
     # From measurements to a tree: parts of one verb, each on those before it.
-    "tuning.matrix": "tuning.current tuning.records",
+    "tuning.records": "runtime.table",  # the bounds of a call: one statement for table and tree
+    "tuning.matrix": "tuning.current runtime.table",
     "tuning.cover": "tuning.matrix",
-    "tuning.tree": "tuning.records",
+    "tuning.tree": "runtime.table",
     "tuning.evidence": "tuning.matrix",
-    "tuning.relatives": "tuning.records",
-    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.records tuning.regret tuning.relatives tuning.tree",
-    "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads
+    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
+    "plan": "expand load runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
     "resources": "loops toolchain",
@@ -72,9 +68,7 @@ EXTRA = {
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.table",
-    "tune_compile": "pipeline tuning.records",
-    "tune_measure": "tuning.trial",
-    "tune_data": "tune_compile tuning.records",  # which geometries a spec has
+    "tune_compile": "pipeline",
     "cli": "pipeline provenance tune_compile tune_measure tune_data hf cache",  # init is one verb; the cache is made where its warning is printed
     "__main__": "cli",
 }

@@ -86,15 +86,19 @@ class Geometries:
                 self.by_kv_heads.setdefault((name, geometry.kv_heads), geometry)
             self.by_out.setdefault((geometry.query_heads, geometry.v_dim), geometry)
 
-    def no_heads(self, layer: object, query_heads: int, kv_heads: int) -> ArgumentError:
-        """Why `attention` has no geometry for these: the layer, or the head counts."""
-        wrong = self._no_layer("attention", layer)
+    def no_heads(
+        self, function: str, layer: object, query_heads: int, keys: str, kv_heads: int
+    ) -> ArgumentError:
+        """Why `attention` or `attention_varlen` has no geometry for these: the layer, or the head counts of q
+        and of the argument `keys`.
+        """
+        wrong = self._no_layer(function, layer)
         if wrong:
             return wrong
         have = [g for g in self.all if layer in (g.layer, None)]
         legal = ", ".join(f"{g.query_heads}/{g.kv_heads} (tensor_parallel {g.degree})" for g in have)
         return UnsupportedError(
-            f"attention: q has {query_heads} heads and k_cache {kv_heads} kv heads; "
+            f"{function}: q has {query_heads} heads and {keys} {kv_heads} kv heads; "
             f"needed for layer {have[0].layer!r}: one of query/kv heads {legal}"
         )
 

@@ -55,6 +55,7 @@ class DevicePlans:
         self._attention: dict[tuple[Geometry, bool], tuple[Callable, dict[int, AttentionPlan]]] = {}
         self._append: dict[tuple[Geometry, bool], tuple] = {}
         self._merge: dict[Geometry, tuple] = {}
+        self._varlen: dict[tuple[Geometry, bool], tuple] = {}
         self._slopes: dict[int, torch.Tensor] = {}
 
     def attention(
@@ -91,6 +92,15 @@ class DevicePlans:
             found = self._merge[geometry] = self.device.kernel(row.symbol), self.grid(row.symbol), aligned
         return found
 
+    def varlen(self, geometry: Geometry, aligned: bool) -> tuple:
+        """(kernel, grid) of attention_varlen."""
+        found = self._varlen.get((geometry, aligned))
+        if found is None:
+            heads = geometry.query_heads, geometry.kv_heads
+            row = self._table.varlen(self.device.arch, geometry.layer, *heads, aligned)
+            found = self._varlen[geometry, aligned] = self.device.kernel(row.symbol), self.grid(row.symbol)
+        return found
+
     def alibi_slopes(self, heads: int) -> torch.Tensor:
         """The model's own ALiBi slopes on this device, float32 [heads]; made once. Raises CaptureError in a
         capture.
@@ -99,7 +109,7 @@ class DevicePlans:
         if found is None:
             if is_capturing(self.torch_device):
                 raise CaptureError(
-                    "attention: a graph is being captured and the ALiBi slopes are not on the device yet; "
+                    "alibi_slopes: a graph is being captured and the model's own are not on the device yet; "
                     "needed: call warmup() before the capture, or pass alibi_slopes="
                 )
             with torch.inference_mode(False):

@@ -56,6 +56,11 @@ class AttentionRow:
         """(least, most) of each of Bounds, in its order."""
         return (self.min_query_len, self.max_query_len), self.seqs, self.tokens, self.keys
 
+    @property
+    def narrowed(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """(name, range) of the bounds but query_len that the row asks for."""
+        return tuple((name, each) for name, each in zip(Bounds._fields[1:], self.box[1:]) if each != EVERY)
+
     def holds(self, bounds: Bounds) -> bool:
         """Whether the row is for a call of these bounds."""
         return all(low <= value <= high for (low, high), value in zip(self.box, bounds))
@@ -91,6 +96,25 @@ class MergeRow:
     reason: str
 
 
+@dataclass(frozen=True)
+class VarlenRow:
+    """One row of the attention_varlen table, for batches of any lengths; head counts are per rank."""
+
+    index: int
+    arch: str
+    layer: str
+    query_heads: int
+    kv_heads: int
+    aligned: bool
+    symbol: str
+    reason: str
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbol this row launches, as an attention row has them."""
+        return (self.symbol,)
+
+
 class NoRowError(LookupError):
     """No row answers; the text says what was asked and what the table has."""
 
@@ -108,11 +132,13 @@ class Table:
         attention_rows: Iterable[AttentionRow],
         append_rows: Iterable[AppendRow] = (),
         merge_rows: Iterable[MergeRow] = (),
+        varlen_rows: Iterable[VarlenRow] = (),
         selectors: Mapping[tuple, Callable[[int, int, int, int], int]] | None = None,
     ):
         self.attention_rows = tuple(attention_rows)
         self.append_rows = tuple(append_rows)
         self.merge_rows = tuple(merge_rows)
+        self.varlen_rows = tuple(varlen_rows)
         self._selectors = dict(selectors or {})
         self._attention: dict[tuple, tuple[AttentionRow, ...]] = {}
         for key, rows in _grouped(self.attention_rows, _attention_key):
@@ -125,9 +151,9 @@ class Table:
             self._attention[key] = tuple(rows)
         self._append = _unique("append_kv", self.append_rows, _append_key)
         self._merge = _unique("merge_states", self.merge_rows, _merge_key)
-        self.archs = _distinct(
-            row.arch for row in (*self.attention_rows, *self.append_rows, *self.merge_rows)
-        )
+        self._varlen = _unique("attention_varlen", self.varlen_rows, _attention_key)
+        rows = (*self.attention_rows, *self.append_rows, *self.merge_rows, *self.varlen_rows)
+        self.archs = _distinct(row.arch for row in rows)
         self.layers = _distinct(row.layer for row in self.attention_rows)
 
     def heads(self, layer: str) -> tuple[tuple[int, int], ...]:
@@ -184,12 +210,24 @@ class Table:
             asked = f"arch {arch}, {query_heads} query heads, v_dim {v_dim}"
             raise NoRowError(f"no merge_states row for {asked}; the table has {_listed(have)}") from None
 
+    def varlen(self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool) -> VarlenRow:
+        """The one attention_varlen row. Raises NoRowError."""
+        try:
+            return self._varlen[arch, layer, query_heads, kv_heads, aligned]
+        except KeyError:
+            have = _distinct(
+                f"{row.layer} with {row.query_heads}/{row.kv_heads} heads on {row.arch}"
+                for row in self.varlen_rows
+            )
+            asked = f"arch {arch}, layer {layer!r}, {query_heads}/{kv_heads} heads, aligned {aligned}"
+            raise NoRowError(f"no attention_varlen row for {asked}; the table has {_listed(have)}") from None
+
     def faults(self, most: Bounds) -> list[str]:
         """Why the rows are not total and disjoint over bounds of 1 up to `most`; an empty list is the proof.
 
         Checked by boxes: each (arch, layer, heads) has both guards, each guard's rows fill the whole box
         without a gap, a selector gives the row of every box's corners, each row launches something, and each
-        layer has its append_kv and merge_states rows where the table has any of those.
+        layer has its append_kv, merge_states and attention_varlen rows where the table has any of those.
         """
         found = []
         for arch in self.archs:
@@ -206,6 +244,8 @@ class Table:
                             found += _selector_faults(name, rows, self._selectors[key], most)
                         if self.append_rows and (arch, layer, kv_heads, aligned) not in self._append:
                             found.append(f"{name}: no append_kv row")
+                        if self.varlen_rows and key not in self._varlen:
+                            found.append(f"{name}: no attention_varlen row")
         if self.merge_rows:
             wanted = _distinct((row.arch, row.query_heads) for row in self.attention_rows)
             have = {(row.arch, row.query_heads) for row in self.merge_rows}
@@ -214,7 +254,7 @@ class Table:
                 for arch, heads in wanted
                 if (arch, heads) not in have
             ]
-        for rows in (self.attention_rows, self.append_rows, self.merge_rows):
+        for rows in (self.attention_rows, self.append_rows, self.merge_rows, self.varlen_rows):
             found += [
                 f"row {row.index} stands at place {place}: {row}"
                 for place, row in enumerate(rows)
@@ -240,7 +280,7 @@ class Table:
         )
 
 
-def _attention_key(row: AttentionRow) -> tuple:
+def _attention_key(row: AttentionRow | VarlenRow) -> tuple:
     return row.arch, row.layer, row.query_heads, row.kv_heads, row.aligned
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import log
 
+from specgen.spec import Limits
 from specgen.target import Target
 from specgen.tuning import evidence
 from specgen.tuning.cover import TOLERANCE, cover
@@ -17,7 +18,7 @@ from specgen.tuning.matrix import Matrix, is_faster, tabulate
 from specgen.tuning.records import Gpu, Measurement, Schedule, attention_part
 from specgen.tuning.regret import Regret, regret
 from specgen.tuning.relatives import alone, nearest
-from specgen.tuning.tree import MAX_LEAVES, Leaf, LimitsLike, Split, clip, decide, domain, fit, leaves, merge, replace_leaves
+from specgen.tuning.tree import MAX_LEAVES, Leaf, Split, clip, decide, domain, fit, leaves, merge, replace_leaves
 from specgen.variant import Geometry
 
 # A workload counts once as it was measured, and this much for calls that give no bound on keys.
@@ -83,7 +84,7 @@ def choose(
     geometry: Geometry,
     aligned: bool,
     targets: Sequence[Target],
-    limits: LimitsLike,
+    limits: Limits,
     defaults: Sequence[tuple[int, Schedule]],
     known: Mapping[str, Target],
     fits: Callable[[Schedule], str | None] = lambda schedule: None,
@@ -95,9 +96,10 @@ def choose(
 
     measurements: usable ones (current.usable), of any geometry and GPU. defaults: (bound, schedule) by rising bound on query
     rows per sequence, the last at least limits.max_tokens: what is launched without measurements; each must be legal up to
-    its bound. known: every target, to recognise measured GPUs. fits: the reason why a schedule cannot be used, or None.
-    held_out: names of workloads to judge by instead of fitting to; without any, every workload is left out of one of FOLDS
-    fits. max_leaves: for each part of the query lengths.
+    its bound. known: every target, to recognise measured GPUs. fits: the reason why a schedule cannot be used, or None; it also
+    turns away the families of another call, such as varlen. held_out: names of workloads to judge by instead of fitting to;
+    without any, every workload is left out of one of FOLDS fits. max_leaves: for each part of the query lengths. Raises
+    ValueError for defaults that leave a call without a schedule.
     """
     parts = _parts(defaults, limits)
     own = [m for m in measurements if m.setting.geometry == attention_part(geometry) and m.setting.aligned == aligned]
@@ -116,7 +118,7 @@ def choose(
     rows = [w for w in range(len(matrix.workloads)) if w not in given]
     options = (limits, tolerance, max_leaves)
     tree = _whole(matrix, rows, parts, *options)
-    judged = _on(matrix, given, tree) if given else _cross_validated(matrix, parts, *options)
+    judged = _on(matrix, sorted(given), tree) if given else _cross_validated(matrix, parts, *options)
     named = replace_leaves(tree, lambda leaf: _decision(matrix, leaf, relative.gpu.name))
     defaults_tree = _joined(parts, [Leaf(matrix.schedules.index(part.default), ()) for part in parts])
     return Choice(
@@ -144,7 +146,7 @@ def replaces(matrix: Matrix, new: int, old: int, workloads: Iterable[int]) -> bo
     return gains
 
 
-def _parts(defaults: Sequence[tuple[int, Schedule]], limits: LimitsLike) -> list[_Part]:
+def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits) -> list[_Part]:
     parts, low = [], 1
     for bound, schedule in defaults:
         if not schedule.legal(bound):
@@ -169,10 +171,10 @@ def _model(gpu: Gpu) -> tuple:
     return gpu.name, gpu.arch, gpu.multiprocessors
 
 
-def _within(matrix: Matrix, limits: LimitsLike, fits, defaults: Collection[Schedule]) -> Matrix:
+def _within(matrix: Matrix, limits: Limits, fits, defaults: Collection[Schedule]) -> Matrix:
     """The part of the table that can occur: workloads within the limits, schedules that fit."""
     _, most = domain(limits)
-    rows = [w for w, workload in enumerate(matrix.workloads) if all(a <= b for a, b in zip(workload.features, most))]
+    rows = [w for w, workload in enumerate(matrix.workloads) if all(a <= b for a, b in zip(workload.bounds, most))]
     columns = [s for s, schedule in enumerate(matrix.schedules) if schedule in defaults or fits(schedule) is None]
     return matrix.only(rows, columns)
 
@@ -184,7 +186,7 @@ def _whole(matrix: Matrix, rows: Sequence[int], parts: Sequence[_Part], limits, 
 
 def _fitted(matrix: Matrix, rows, part: _Part, limits, tolerance, max_leaves) -> object:
     default = matrix.schedules.index(part.default)
-    rows = [w for w in rows if part.low <= matrix.workloads[w].features.query_len <= part.high]
+    rows = [w for w in rows if part.low <= matrix.workloads[w].bounds.query_len <= part.high]
     legal = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high)]
     rows = [w for w in rows if any(matrix.cells[w][s] for s in legal)]
     if not rows:
@@ -192,19 +194,21 @@ def _fitted(matrix: Matrix, rows, part: _Part, limits, tolerance, max_leaves) ->
     table = matrix.only(rows, legal)
     costs = _costs(table, legal.index(default))
     columns = _candidates(table, costs, legal.index(default), tolerance)
-    features = [workload.features for workload in table.workloads]
+    bounds = [workload.bounds for workload in table.workloads]
     # The same workloads again, as a call looks that gives no bound on keys: they pull, but promise nothing.
-    points = features + [f._replace(keys=limits.max_seq_len) for f in features]
+    points = bounds + [each._replace(keys=limits.max_seq_len) for each in bounds]
     weights = [1.0] * len(rows) + [UNBOUNDED_WEIGHT] * len(rows)
-    bound = [[row[s] for s in columns] for row in costs]
-    unbound = [[row[s] + _TIE * log(slowdowns[s]) for s in columns] for row, slowdowns in zip(table.losses, table.slowdowns)]
-    grown = fit(points, weights, bound + unbound, max_leaves=max_leaves)
+    unbound = [[loss + _TIE * log(s) for loss, s in zip(*row)] for row in zip(table.losses, table.slowdowns)]
+    charged = [[row[s] for s in columns] for row in (*costs, *unbound)]
+    grown = fit(points, weights, charged, max_leaves=max_leaves)
 
     def settled(leaf: Leaf) -> Leaf:
+        """The cheapest column that may take the place of the default, over the workloads measured there if there are any."""
+        sums = [sum(weights[i] * charged[i][c] for i in leaf.points) for c in range(len(columns))]
         measured = [i for i in leaf.points if i < len(rows)]
         workloads = tuple(sorted({rows[i % len(rows)] for i in measured or leaf.points}))
-        column = legal[columns[leaf.column]]
-        return Leaf(column if replaces(matrix, column, default, workloads) else default, workloads)
+        ranked = [legal[columns[c]] for c in sorted(range(len(columns)), key=lambda c: (c != leaf.column, round(sums[c], 9), c))]
+        return Leaf(next(s for s in ranked if s == default or replaces(matrix, s, default, workloads)), workloads)
 
     return merge(replace_leaves(grown, settled), _same)
 
@@ -240,7 +244,7 @@ def _on(matrix: Matrix, rows: Iterable[int], tree: object) -> list[tuple[str, fl
     found = []
     for w in rows:
         workload = matrix.workloads[w]
-        column = decide(tree, workload.features).column
+        column = decide(tree, workload.bounds).column
         found.append((workload.name, matrix.slowdowns[w][column] if matrix.cells[w][column] else None))
     return found
 

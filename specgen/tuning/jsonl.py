@@ -14,10 +14,10 @@ from pathlib import Path
 
 from specgen.errors import Diagnostic, SpecError, shown
 from specgen.tuning.records import (
-    Features,
     Measurement,
     Setting,
     attention_part,
+    bounds_of,
     canonical,
     measurement_of,
     schedule_fields,
@@ -44,8 +44,8 @@ def dumps(measurements: Iterable[Measurement]) -> str:
         if schedule not in schedules:
             schedules[schedule] = {"schedule": schedule, **schedule_fields(m.schedule, m.digests)}
         if workload and workload not in workloads:
-            features = m.features._asdict()
-            workloads[workload] = {"workload": workload, "name": m.workload, "lengths": run_lengths(m.seqs), **features}
+            bounds = m.bounds._asdict()
+            workloads[workload] = {"workload": workload, "name": m.workload, "lengths": run_lengths(m.seqs), **bounds}
         own = own_fields(m)
         lines.append({"measurement": m.id, "setting": setting, "schedule": schedule, "workload": workload, **own})
     lines.sort(key=lambda line: (line["setting"], line["workload"], line["schedule"], line["when"], line["measurement"]))
@@ -138,7 +138,7 @@ def _parsed(text: str, path: str) -> tuple[list[tuple[int, dict]], list[Diagnost
 def _workload_of(fields: dict) -> tuple[str, tuple[tuple[int, int], ...]]:
     """(name, seqs) of a workload line."""
     seqs = sequences(fields["lengths"])
-    named = {"name": fields["name"], "lengths": run_lengths(seqs), **Features.of(seqs)._asdict()}
+    named = {"name": fields["name"], "lengths": run_lengths(seqs), **bounds_of(seqs)._asdict()}
     if named != fields:
         raise ValueError(f"does not fit its lengths: needs {canonical(named)}")
     return fields["name"], seqs

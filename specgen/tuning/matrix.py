@@ -7,8 +7,9 @@ from math import exp, log
 from statistics import median
 from typing import NamedTuple
 
+from specgen.runtime.table import Bounds
 from specgen.tuning.current import Blocklist, latest
-from specgen.tuning.records import Features, Measurement, Schedule
+from specgen.tuning.records import Measurement, Schedule
 
 # How much slower than the best a schedule counts on a workload that it was not measured on: never assumed to be good.
 UNMEASURED = 4.0
@@ -23,10 +24,10 @@ class Cell(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """A measured batch: what it is called, and what the host knows of it."""
+    """A measured batch: what it is called, and what the host knows of a call with it."""
 
     name: str
-    features: Features
+    bounds: Bounds
 
 
 def is_faster(one: Cell, other: Cell) -> bool:
@@ -66,6 +67,11 @@ class Matrix:
             for row, best, slowdowns in zip(self.cells, self.best, self.slowdowns)
         )
 
+    def gaps(self, schedules: Iterable[int]) -> list[tuple[int, int]]:
+        """(workload, schedule) of these schedules that have no time though the schedule serves the workload."""
+        pairs = [(w, s) for s in schedules for w in range(len(self.workloads)) if self.cells[w][s] is None]
+        return [(w, s) for w, s in pairs if self.schedules[s].legal(self.workloads[w].bounds.query_len)]
+
     def only(self, workloads: Iterable[int], schedules: Iterable[int] | None = None) -> "Matrix":
         """The part with these workloads (and these schedules) by index; workloads without a time fall out."""
         columns = tuple(range(len(self.schedules)) if schedules is None else schedules)
@@ -81,7 +87,7 @@ class Matrix:
 def tabulate(measurements: Iterable[Measurement], also: Iterable[Schedule] = ()) -> Matrix:
     """The table of one geometry on one GPU model: latest good trials; schedules with a blocked kernel are left out.
 
-    Workloads are sorted by features, schedules by label after those of `also`, which are in the table whether measured or not.
+    Workloads are sorted by bounds, schedules by label after those of `also`, which are in the table whether measured or not.
     Times of another run of a workload are scaled by what both runs measured of it (the median ratio), as `Measurement.run`
     demands; runs with nothing in common are taken as they are.
     """
@@ -90,15 +96,15 @@ def tabulate(measurements: Iterable[Measurement], also: Iterable[Schedule] = ())
     good = [m for m in everything if m.status == "ok" and blocklist.bad(m.digests) is None]
     batches: dict[tuple, list[Measurement]] = {}
     for m in good:
-        batches.setdefault((m.features, m.seqs), []).append(m)
+        batches.setdefault((m.bounds, m.seqs), []).append(m)
     first = tuple(dict.fromkeys(also))
     found = sorted({m.schedule for m in good} - set(first), key=lambda schedule: schedule.label)
     schedules = (*first, *found)
     workloads, cells = [], []
-    for (features, _), of_batch in sorted(batches.items()):
+    for (bounds, _), of_batch in sorted(batches.items()):
         scales = _scales(of_batch)
         row = {m.schedule: _cell(m, scales[m.run]) for m in sorted(latest(of_batch), key=lambda m: (m.when, m.id))}
-        workloads.append(Workload(min(m.workload for m in of_batch), features))
+        workloads.append(Workload(min(m.workload for m in of_batch), bounds))
         cells.append(tuple(row.get(schedule) for schedule in schedules))
     return Matrix(tuple(workloads), schedules, tuple(cells))
 

@@ -13,10 +13,11 @@ from functools import cache, cached_property
 from hashlib import sha256
 from math import isfinite
 from statistics import median, quantiles
-from typing import NamedTuple, get_type_hints
+from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from specgen.runtime.table import Bounds
 from specgen.variant import Config, Geometry
 
 # What a trial may come to. "compile" and "budget" concern the kernels alone: such a record names no batch.
@@ -34,23 +35,10 @@ def attention_part(geometry: Geometry) -> Geometry:
     return replace(geometry, **_NOT_READ)
 
 
-class Features(NamedTuple):
-    """What the host knows of a call for free, the inputs of a tree, in this order; all are bounds that hold for replays.
-
-    query_len: query rows per sequence, min(max_seqlen_q, tokens). seqs: rows of the block table. tokens: query rows.
-    keys: keys per sequence, max_seqlen_k.
-    """
-
-    query_len: int
-    seqs: int
-    tokens: int
-    keys: int
-
-    @classmethod
-    def of(cls, seqs: tuple[tuple[int, int], ...]) -> "Features":
-        """The tightest bounds of a batch, given as (query_len, kv_len) per sequence."""
-        queries, keys = zip(*seqs)
-        return cls(max(queries), len(seqs), sum(queries), max(keys))
+def bounds_of(seqs: tuple[tuple[int, int], ...]) -> Bounds:
+    """The tightest Bounds, what the host knows of a call, for a batch given as (query_len, kv_len) per sequence."""
+    queries, keys = zip(*seqs)
+    return Bounds(max(queries), len(seqs), sum(queries), max(keys))
 
 
 @dataclass(frozen=True, order=True)
@@ -187,10 +175,10 @@ class Measurement:
         if bool(self.seqs) == (self.status in WITHOUT_BATCH) or bool(self.seqs) != bool(self.workload):
             needed = "no workload" if self.status in WITHOUT_BATCH else "a workload with its seqs"
             yield f"status {self.status!r} needs {needed}, got {self.workload!r} with {len(self.seqs)} seqs"
-        if any(min(lengths) < 0 for lengths in self.seqs) or (self.seqs and min(self.features) < 1):
+        if any(min(lengths) < 0 for lengths in self.seqs) or (self.seqs and min(self.bounds) < 1):
             yield "seqs: needs lengths of at least 0, and a query row and a key somewhere"
-        if self.seqs and not self.schedule.legal(self.features.query_len):
-            yield f"{self.schedule.label!r} cannot serve {self.features.query_len} query rows per sequence"
+        if self.seqs and not self.schedule.legal(self.bounds.query_len):
+            yield f"{self.schedule.label!r} cannot serve {self.bounds.query_len} query rows per sequence"
         if (self.status == "ok") != bool(self.samples_us):
             yield f"samples_us: status {self.status!r} with {len(self.samples_us)} samples"
         if not all(map(isfinite, (*self.samples_us, self.empty_us, self.error or 0.0))):
@@ -199,9 +187,9 @@ class Measurement:
             yield f"samples_us: the median {median(self.samples_us)} is not above an empty graph's {self.empty_us}"
 
     @cached_property
-    def features(self) -> Features:
-        """The values of the tree's inputs that the measurement holds for."""
-        return Features.of(self.seqs)
+    def bounds(self) -> Bounds:
+        """The values of a tree's inputs that the measurement holds for."""
+        return bounds_of(self.seqs)
 
     @cached_property
     def time_us(self) -> float:

@@ -96,6 +96,7 @@ class Sweep:
         self._bundle, self._store, self._plan, self._report = bundle, store, plan, report
         self._executor, self._workers, self._hello = executor, workers, hello
         self.times: dict[Kernels, dict[str, float]] = {}
+        self._own: set[tuple[Kernels, str]] = set()  # what was timed in this sweep
         self._bad: set[tuple[str, ...]] = set()
         self._stored: dict[Geometry, list[Measurement]] = {}  # when the sweep began
 
@@ -134,6 +135,8 @@ class Sweep:
         summary.failed += len(entries) - len(alive)
         for place, workload in enumerate(problem.workloads):
             todo = [entry for entry in alive if workload.name not in self._of(entry)]
+            if todo and self._lacks_anchor(problem, workload, todo):
+                todo.insert(0, problem.entries[0])
             planned = summary.measured + len(todo) + len(alive) * (len(problem.workloads) - place - 1)
             trials = ((entry,) for entry in todo)
             for (entry,), answer in self._answers(problem.group, workload, trials, self._plan.rounds, deadline):
@@ -152,6 +155,11 @@ class Sweep:
                 alive = [entry for entry in sound if entry is problem.entries[0] or entry not in far]
                 summary.dropped += len(sound) - len(alive)
         return False
+
+    def _lacks_anchor(self, problem: Problem, workload: Workload, todo: Sequence[Entry]) -> bool:
+        """Whether the untuned choice must be timed again: what two runs measured of a batch makes their times comparable."""
+        untuned = problem.entries[0]
+        return untuned not in todo and (untuned.kernels, workload.name) not in self._own and not self._blocked(untuned)
 
     def _finals(self, problem: Problem, finals: set, summary: Summary, deadline: float | None) -> bool:
         """Times the best few of each batch side by side, with the untuned choice; whether the time ended first."""
@@ -232,6 +240,7 @@ class Sweep:
         self._store.add(measurement)
         if outcome.status == "ok":
             self.times.setdefault(entry.kernels, {})[workload.name] = measurement.time_us
+            self._own.add((entry.kernels, workload.name))
         else:
             self._bad.add(entry.digests)
 

@@ -1,28 +1,26 @@
-"""Small axis-aligned trees over the features that the host knows: fit, read, and their boxes. Pure; imports records.
+"""Small axis-aligned trees over what the host knows of a call, its Bounds: fit, read, and their boxes. Pure; imports nouns.
 
 A tree is a Split or a leaf; a leaf is any other object. What a leaf means is the caller's: `fit` makes Leaf objects that name
 a column of its cost table, choose.py puts decisions in their place.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from math import isqrt
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from specgen.tuning.records import Features
+from specgen.runtime.table import Bounds
+from specgen.spec import Limits
 
 MAX_LEAVES = 8
 # What one more leaf must save: this much of the mean cost, a log slowdown; 0.002 is 0.2 % of the geometric mean.
 MIN_GAIN = 0.002
-
-
-class LimitsLike(Protocol):
-    """What of a spec's limits bounds the features (spec.Limits has it)."""
-
-    max_seqs: int
-    max_seq_len: int
-    max_tokens: int
+# When a tree has too many leaves, how much dearer they get; from what price on.
+_DEARER = 1.5
+_LEAST_PRICE = 1e-6
+# Bounds of the search, counts and not times so that the same table gives the same tree.
+_MAX_REGIONS = 3000
+_MAX_CUTS = 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Split:
-    """Where `feature` (a name in Features) is at most `threshold` the answer is in `low`, else in `high`."""
+    """Where `feature` (a name in Bounds) is at most `threshold` the answer is in `low`, else in `high`."""
 
     feature: str
     threshold: int
@@ -44,31 +42,31 @@ class Split:
 
 
 class Box(NamedTuple):
-    """A leaf and where it answers: inclusive bounds of each feature."""
+    """A leaf and where it answers: the lowest and the highest Bounds, inclusive."""
 
-    low: Features
-    high: Features
+    low: Bounds
+    high: Bounds
     leaf: object
 
 
-def domain(limits: LimitsLike) -> tuple[Features, Features]:
-    """The lowest and the highest features of a call within `limits`."""
-    return Features(1, 1, 1, 1), Features(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
+def domain(limits: Limits) -> tuple[Bounds, Bounds]:
+    """The lowest and the highest Bounds of a call within `limits`."""
+    return Bounds(1, 1, 1, 1), Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
 
 
-def decide(tree: object, features: Features) -> object:
-    """The leaf that answers for `features`."""
+def decide(tree: object, bounds: Bounds) -> object:
+    """The leaf that answers for `bounds`."""
     while isinstance(tree, Split):
-        tree = tree.low if getattr(features, tree.feature) <= tree.threshold else tree.high
+        tree = tree.low if getattr(bounds, tree.feature) <= tree.threshold else tree.high
     return tree
 
 
-def boxes(tree: object, limits: LimitsLike) -> list[Box]:
-    """Every leaf with its region, lowest first: together they cover each features within `limits` exactly once."""
+def boxes(tree: object, limits: Limits) -> list[Box]:
+    """Every leaf with its region, lowest first: together they cover all Bounds within `limits` exactly once."""
     return list(_boxes(tree, *domain(limits)))
 
 
-def _boxes(tree: object, low: Features, high: Features) -> Iterator[Box]:
+def _boxes(tree: object, low: Bounds, high: Bounds) -> Iterator[Box]:
     if not isinstance(tree, Split):
         yield Box(low, high, tree)
         return
@@ -79,12 +77,12 @@ def _boxes(tree: object, low: Features, high: Features) -> Iterator[Box]:
         yield from _boxes(tree.high, low._replace(**{tree.feature: max(least, bound + 1)}), high)
 
 
-def clip(tree: object, limits: LimitsLike) -> object:
+def clip(tree: object, limits: Limits) -> object:
     """The tree without splits that cannot matter within `limits`."""
     return _clip(tree, *domain(limits))
 
 
-def _clip(tree: object, low: Features, high: Features) -> object:
+def _clip(tree: object, low: Bounds, high: Bounds) -> object:
     if not isinstance(tree, Split):
         return tree
     bound = tree.threshold
@@ -124,7 +122,7 @@ def merge(tree: object, joined: Callable[[object, object], object | None]) -> ob
 
 
 def fit(
-    points: Sequence[Features],
+    points: Sequence[Bounds],
     weights: Sequence[float],
     costs: Sequence[Sequence[float]],
     *,
@@ -133,108 +131,100 @@ def fit(
 ) -> object:
     """A tree of Leaf objects with a low weighted sum of costs[point][column of the point's leaf].
 
-    Grown greedily, the most saving split first, looking two splits ahead where one saves nothing. Thresholds fall on the
-    geometric mean between neighbouring values, rounded down. Of columns that cost the same the first is taken, of splits
-    the first feature and the lowest threshold. Needs at least one point and one column.
+    Each leaf must save `min_gain` of the sum of weights: the tree with the least cost and price of leaves together is found,
+    at a higher price if it has more than `max_leaves`. The most saving splits are tried first, and when _MAX_REGIONS were
+    weighed only those; of a feature with many values _MAX_CUTS are tried. Thresholds fall on the geometric mean between
+    neighbouring values, rounded down. Of columns that cost the same the first is taken, of splits that save the same the first
+    feature and the lowest threshold. Needs at least one point and one column.
     """
-    return _Growth(points, weights, costs, min_gain).grow(max_leaves)
+    search = _Search(points, weights, costs)
+    price = min_gain * sum(weights)
+    tree = search.tree(price)
+    while len(leaves(tree)) > max_leaves:
+        price = _DEARER * max(price, _LEAST_PRICE)
+        tree = search.tree(price)
+    return tree
 
 
-class _Cut(NamedTuple):
-    """A way to divide a group: sorts by what it leaves, then by feature and threshold."""
+class _Search:
+    """Regions are bit masks over the distinct points; what a region costs as a leaf is worked out once."""
 
-    cost: float  # of both sides as leaves
-    feature: int
-    threshold: int
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+    def __init__(self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]]):
+        self.alike: dict[Bounds, list[int]] = {}
+        for i, point in enumerate(points):
+            self.alike.setdefault(point, []).append(i)
+        self.points = sorted(self.alike)
+        weighted = [[weight * cost for cost in row] for weight, row in zip(weights, costs)]
+        self.costs = [_sums(weighted[i] for i in self.alike[point]) for point in self.points]
+        self.cuts = [(feature, mask) for feature in range(len(Bounds._fields)) for mask in self._masks(feature)]
+        self._leaves: dict[int, tuple[float, int, float]] = {}
+        self._best: dict[int, tuple[float, tuple[int, int] | None]] = {}
+        self._price = 0.0
+        self._last = 0  # regions that may be known before only the first split of each is tried
+
+    def tree(self, price: float) -> object:
+        """The cheapest tree at this price of a leaf."""
+        self._price = price
+        self._last = len(self._leaves) + _MAX_REGIONS
+        self._best.clear()
+        return self._grown((1 << len(self.points)) - 1)
+
+    def _masks(self, feature: int) -> list[int]:
+        """The points at or below each value of a feature but the highest; of many values, evenly chosen ones."""
+        values = sorted({point[feature] for point in self.points})[:-1]
+        if len(values) > _MAX_CUTS:
+            values = [values[(2 * i + 1) * len(values) // (2 * _MAX_CUTS)] for i in range(_MAX_CUTS)]
+        return [sum(1 << i for i, p in enumerate(self.points) if p[feature] <= value) for value in values]
+
+    def _members(self, region: int) -> list[int]:
+        return [i for i in range(region.bit_length()) if region >> i & 1]
+
+    def _leaf(self, region: int) -> tuple[float, int, float]:
+        """(cost as a leaf, its column, cost if each point had its own)."""
+        if region not in self._leaves:
+            rows = [self.costs[i] for i in self._members(region)]
+            sums = _sums(rows)
+            least = min(sums)
+            self._leaves[region] = (least, sums.index(least), sum(map(min, rows)))
+        return self._leaves[region]
+
+    def _cheapest(self, region: int) -> tuple[float, tuple[int, int] | None]:
+        """(cost and price of the best tree over a region, its first cut as (feature, the part below) or None for a leaf)."""
+        if region in self._best:
+            return self._best[region]
+        cost, _, ideal = self._leaf(region)
+        best, first = cost + self._price, None
+        if ideal + 2 * self._price < best:
+            for tried, (feature, low) in enumerate(self._divisions(region)):
+                if tried and len(self._leaves) >= self._last:
+                    break
+                total = round(self._cheapest(low)[0] + self._cheapest(region & ~low)[0], 9)
+                if total < best:
+                    best, first = total, (feature, low)
+        self._best[region] = best, first
+        return best, first
+
+    def _divisions(self, region: int) -> list[tuple[int, int]]:
+        """(feature, the part below) of every way to divide a region, those first that save most at once."""
+        found: dict[int, tuple] = {}
+        for order, (feature, mask) in enumerate(self.cuts):
+            low = region & mask
+            if low not in (0, region) and low not in found:
+                cost = round(self._leaf(low)[0] + self._leaf(region & ~low)[0], 9)
+                found[low] = (cost, order, feature, low)
+        return [(feature, low) for *_, feature, low in sorted(found.values())]
+
+    def _grown(self, region: int) -> object:
+        first = self._cheapest(region)[1]
+        if first is None:
+            points = sorted(i for member in self._members(region) for i in self.alike[self.points[member]])
+            return Leaf(self._leaf(region)[1], tuple(points))
+        feature, low = first
+        below = max(self.points[i][feature] for i in self._members(low))
+        above = min(self.points[i][feature] for i in self._members(region & ~low))
+        return Split(Bounds._fields[feature], isqrt(below * above), self._grown(low), self._grown(region & ~low))
 
 
-class _Growth:
-    def __init__(self, points, weights, costs, min_gain: float):
-        self.points = points
-        self.weighted = [[weight * cost for cost in row] for weight, row in zip(weights, costs)]
-        self.min_gain = min_gain * sum(weights)
-        self._cuts: dict[tuple[int, ...], list[_Cut]] = {}
-
-    def grow(self, max_leaves: int) -> object:
-        everything = tuple(range(len(self.points)))
-        divided: dict[tuple[int, ...], _Cut] = {}
-        heap = [self._candidate(everything)]
-        heapify(heap)
-        count = 1
-        while heap and count < max_leaves:
-            lack, _, group, cut = heappop(heap)
-            if -lack < self.min_gain or cut is None:
-                continue
-            divided[group] = cut
-            count += 1
-            for side in (cut.low, cut.high):
-                heappush(heap, self._candidate(side))
-        return self._tree(everything, divided)
-
-    def _tree(self, group: tuple[int, ...], divided: dict) -> object:
-        if group not in divided:
-            sums = self._sums(group)
-            return Leaf(sums.index(min(sums)), group)
-        cut = divided[group]
-        return Split(
-            Features._fields[cut.feature], cut.threshold, self._tree(cut.low, divided), self._tree(cut.high, divided)
-        )
-
-    def _candidate(self, group: tuple[int, ...]) -> tuple:
-        """(minus the saving per leaf added, a tie-break, group, how to divide it or None)."""
-        cost = self._leaf(group)
-        cuts = self._divisions(group)
-        if not cuts:
-            return (0.0, group, group, None)
-        best = cuts[0]
-        saving = cost - best.cost
-        if saving < self.min_gain:  # perhaps two splits do what one cannot
-            after = [(self._after_two(cut), cut) for cut in cuts]
-            least = min(after)
-            if (cost - least[0]) / 2 >= self.min_gain:
-                saving, best = (cost - least[0]) / 2, least[1]
-        return (-saving, group, group, best)
-
-    def _after_two(self, cut: _Cut) -> float:
-        """The cost after `cut` and the best division of one of its sides."""
-        return round(cut.cost - max(self._saving(cut.low), self._saving(cut.high)), 9)
-
-    def _saving(self, group: tuple[int, ...]) -> float:
-        cuts = self._divisions(group)
-        return self._leaf(group) - cuts[0].cost if cuts else 0.0
-
-    def _leaf(self, group: tuple[int, ...]) -> float:
-        return round(min(self._sums(group)), 9)
-
-    def _sums(self, group: tuple[int, ...]) -> list[float]:
-        return [round(sum(column), 9) for column in zip(*(self.weighted[i] for i in group))]
-
-    def _divisions(self, group: tuple[int, ...]) -> list[_Cut]:
-        """Every way to divide a group at a threshold, the cheapest first."""
-        if group not in self._cuts:
-            self._cuts[group] = sorted(cut for feature in range(len(Features._fields)) for cut in self._along(group, feature))
-        return self._cuts[group]
-
-    def _along(self, group: tuple[int, ...], feature: int) -> Iterator[_Cut]:
-        values = [self.points[i][feature] for i in group]
-        if min(values) == max(values):
-            return
-        order = [i for _, i in sorted(zip(values, group))]
-        below, above = self._running(order), self._running(order[::-1])[::-1]
-        for place in range(1, len(order)):
-            before, after = self.points[order[place - 1]][feature], self.points[order[place]][feature]
-            if before < after:
-                cost = round(below[place - 1] + above[place], 9)
-                sides = (tuple(sorted(order[:place])), tuple(sorted(order[place:])))
-                yield _Cut(cost, feature, isqrt(before * after), *sides)
-
-    def _running(self, order: list[int]) -> list[float]:
-        """The cost of the first 1, 2, ... points of `order` as one leaf."""
-        sums = self.weighted[order[0]]
-        found = [min(sums)]
-        for i in order[1:]:
-            sums = [a + b for a, b in zip(sums, self.weighted[i])]
-            found.append(min(sums))
-        return found
+def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Sums of the columns, rounded so that the order of rows does not matter."""
+    return [round(sum(column), 9) for column in zip(*rows)]

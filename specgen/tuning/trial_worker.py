@@ -268,10 +268,9 @@ def rows(table: ModuleType, trial: Trial, kernels: Kernels) -> dict[str, tuple]:
     group = {"index": 0, "arch": trial.arch, "layer": layer["name"], **heads, "aligned": True, "reason": _REASON}
     least, most = table.EVERY
     calls = {"min_query_len": least, "max_query_len": most, "decode": kernels.decode, "prefill": kernels.prefill}
-    found = {"attention_rows": (table.AttentionRow(**group, **calls),), "append_rows": (), "merge_rows": ()}
-    if kernels.varlen:
-        found["varlen_rows"] = (table.VarlenRow(**group, symbol=kernels.varlen),)
-    return found
+    varlen = (table.VarlenRow(**group, symbol=kernels.varlen),) if kernels.varlen else ()
+    own = {"attention_rows": (table.AttentionRow(**group, **calls),), "varlen_rows": varlen}
+    return {**own, "append_rows": (), "merge_rows": ()}
 
 
 def _failure(error: Exception) -> Outcome:
