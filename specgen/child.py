@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _WATCH = 1.0  # seconds between two looks of a child at whether its parent still lives
+_PATIENCE = 5.0  # seconds for a process that has closed its output to end
 _LAST_WORDS = 200  # characters of the log's last line that an error shows
 
 
@@ -76,6 +77,8 @@ class Child:
             self._process.stdin.flush()
             return pickle.load(self._process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its own end tells more than our signal
+                self._process.wait(_PATIENCE)
             self.kill()
             code = self._process.wait()
             self._ended = True

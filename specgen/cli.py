@@ -235,7 +235,7 @@ def _measure_candidates(options, bundles: list, where) -> None:
             seconds=options.time,
             **_given(options, "trace", "imported"),
             report=_reporter(bar, options.time),
-            conclude=_out.print,
+            conclude=lambda summary: _out.print(str(summary)),
         )
     if not all(summary.complete for summary in summaries):
         _out.print("the time is over; the next run goes on from here")

@@ -15,7 +15,7 @@ from specgen.bench.workloads import Workload, parse
 from specgen.errors import SpecgenError
 from specgen.tuning.bundle import Bundle, Group, find_bundles, store_in, tuning_folder
 from specgen.tuning.executors import open_executor, run_trial
-from specgen.tuning.grid import affordable, read_trace, spread
+from specgen.tuning.grid import ordered, read_trace
 from specgen.tuning.problems import Problem, joint_problem, single_problems
 from specgen.tuning.store import Store
 from specgen.tuning.sweep import Plan, Report, Summary, Sweep
@@ -140,10 +140,8 @@ def _batches(bundle: Bundle, group: Group, hello: Answer, trace: Path | None) ->
     """What is measured of one geometry, in the order of measuring."""
     room = hello.gpu.memory_bytes * CACHE_SHARE or float("inf")
     if trace is None:
-        found = affordable(map(parse, bundle.workloads), group.layer, bundle.target, room, MOST_US)
-    else:
-        found = affordable(read_trace(trace, bundle.limits), group.layer, bundle.target, room, float("inf"))
-    return spread(found, group.layer)
+        return ordered(map(parse, bundle.workloads), group.layer, bundle.target, room, MOST_US)
+    return ordered(read_trace(trace, bundle.limits), group.layer, bundle.target, room, float("inf"))
 
 
 def _share(deadline: float | None, problems: int) -> float | None:

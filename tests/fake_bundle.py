@@ -96,9 +96,9 @@ class Misbehaving(FakeDevice):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make_bundle(folder: Path, decode=(), prefill=(), failed=(), workloads=("dec b2 k16", "dec b1 k64", "dec b4 k32")) -> Bundle:
+def make_bundle(folder: Path, decode=(), prefill=(), varlen=(), failed=(), workloads=("dec b2 k16", "dec b1 k64", "dec b4 k32")) -> Bundle:
     """A bundle in `folder`; `decode` and `prefill` are behaviours, a candidate each (decode of 1 and of 4 rows; prefill alone
-    and behind decode); `failed`: (status, reason) of decode kernels that did not compile.
+    and behind decode), `varlen` likewise; `failed`: (status, reason) of decode kernels that did not compile.
     """
     candidates, variants = [], {}
 
@@ -115,6 +115,8 @@ def make_bundle(folder: Path, decode=(), prefill=(), failed=(), workloads=("dec 
     for number, behaviour in enumerate(prefill):
         add("prefill", 0, number, behaviour)
         add("prefill", ROWS, number, behaviour)
+    for number, behaviour in enumerate(varlen):
+        add("varlen", None, number, behaviour)
     for number, (status, reason) in enumerate(failed, len(decode)):
         add("decode", 1, number, "failed", status, reason)
     bundle = Bundle(

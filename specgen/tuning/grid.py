@@ -92,36 +92,32 @@ def _lengths(most: int, step: int) -> list[int]:
     return sorted(found) or [max(1, most)]
 
 
-def affordable(
+def ordered(
     workloads: Iterable[Workload], layer: Mapping, target: Mapping, cache_bytes: float, most_us: float
 ) -> list[Workload]:
-    """Those whose keys and values fit `cache_bytes` and that no GPU like `target` could need more than `most_us` for.
+    """Those whose keys and values fit `cache_bytes` and that a GPU like `target` needs no more than `most_us` for, at best.
 
-    `layer` and `target` as in a manifest: a rank's layer, and the bandwidth and matrix rate of the GPU.
+    Ordered so that each beginning covers small and large: by bisecting the order of that time. `layer` and `target` as in a
+    manifest: a rank's layer, and the bandwidth and matrix rate of the GPU.
     """
     per_key = layer["kv_heads"] * (layer["qk_dim"] + layer["v_dim"]) * DTYPES[layer["dtype"]].itemsize
     rates = target["memory_bandwidth_GBps"], target["matrix_rate_TFLOPs"]
-    return [
-        workload
-        for workload in workloads
-        if sum(keys for _, keys in workload.seqs) * per_key <= cache_bytes
-        and workload.floor_us(layer, *rates) <= most_us
-    ]
+    fitting = [w for w in workloads if sum(keys for _, keys in w.seqs) * per_key <= cache_bytes]
+    floors = {workload: workload.floor_us(layer, *rates) for workload in fitting}
+    by_time = sorted((w for w in fitting if floors[w] <= most_us), key=lambda w: (floors[w], w.name))
+    return [by_time[place] for place in _bisected(len(by_time))]
 
 
-def spread(workloads: Iterable[Workload], layer: Mapping) -> list[Workload]:
-    """The same, ordered so that each beginning covers small and large: bisecting the order of bytes moved."""
-    ordered = sorted(workloads, key=lambda workload: (workload.bytes(layer), workload.name))
-    if not ordered:
-        return []
-    places, spans = [0, len(ordered) - 1], [(0, len(ordered) - 1)]
+def _bisected(count: int) -> list[int]:
+    """0 to count - 1: the ends, then the middle, then the middles of the halves, and so on."""
+    places, spans = [0, count - 1][:count], [(0, count - 1)]
     while spans:
         low, high = spans.pop(0)
         if high - low > 1:
             middle = (low + high) // 2
             places.append(middle)
             spans += [(low, middle), (middle, high)]
-    return [ordered[place] for place in dict.fromkeys(places)]
+    return places
 
 
 def read_trace(path: Path, limits: Mapping[str, int]) -> list[Workload]:

@@ -277,12 +277,12 @@ class Sweep:
 
     def _recall(self, problem: Problem) -> set[tuple[Kernels, str]]:
         """Reads what the store has for a problem: times, and what is blocked. Returns what was timed in finals."""
-        known = latest(self._known(problem.group))
-        self._bad |= {m.digests for m in known if m.status not in ("ok", "compile")}  # what the bundle holds has compiled
+        known = self._known(problem.group)
+        self._bad |= {m.digests for m in latest(known) if m.status not in ("ok", "compile")}  # the bundle's have compiled
         entries = {(entry.schedule, entry.digests): entry for entry in problem.entries}
         batches = {workload.seqs: workload.name for workload in problem.workloads}
         finals = set()
-        for m in known:
+        for m in sorted(known, key=lambda m: (m.when, m.run.endswith(FINALS))):
             entry, batch = entries.get((m.schedule, m.digests)), batches.get(m.seqs)
             if m.status == "ok" and entry is not None and batch is not None:
                 self.times.setdefault(entry.kernels, {})[batch] = m.time_us
