@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ _SCHEMA = "spec.schema.json"  # beside every spec that init writes
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `specgen`; returns the exit status."""
     options = _parser().parse_args(arguments)
+    options.command = shlex.join(["specgen", *(sys.argv[1:] if arguments is None else arguments)])
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As stderr is: a path may hold what the locale has not.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -72,6 +74,20 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("spec", type=Path, nargs="*", help="specs to look in (default: specs/*.yaml)")
     sub = command("verify", _verify, "rebuild a wheel from its embedded spec and compare digests", spec=False)
     sub.add_argument("wheel", type=Path, help="a wheel that `specgen build` made")
+    sub = command("bench", _bench, "time built packages and installed peers on this machine's GPU", spec=False, build_dir=True)
+    sub.add_argument("packages", nargs="*", metavar="PACKAGE", help="import name, folder or spec of a built package")
+    sub.add_argument("--package", action="append", default=[], help="one more of them")
+    sub.add_argument("--track", choices=("kernels", "end-to-end"), default="kernels", help="attention calls or decode steps (kernels)")
+    rows = "standard, lengths, shares, steps or random; a glob over the standard rows; or a workload: 'dec b32 k4k'; repeatable"
+    sub.add_argument("--rows", action="append", default=[], help=rows)
+    sub.add_argument("--peers", type=lambda text: tuple(filter(None, text.split(","))), help="their names, by commas (all)")
+    sub.add_argument("--rounds", type=_positive, default=20, help="timed rounds of each row (20)")
+    sub.add_argument("--time", type=_positive, dest="seconds", metavar="SECONDS", help="begin no row after so many seconds")
+    sub.add_argument("--seed", type=int, default=0, help="of the random data (0)")
+    sub.add_argument("--layers", type=_positive, default=32, help="of the model that a decode step runs (32)")
+    sub.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: render the result of an earlier run")
+    sub.add_argument("-o", "--output", type=Path, default=Path("build/bench"), help="the folder to write (build/bench)")
+
     sub = command("schema", _schema, "the JSON Schema of specs", spec=False)
     sub.add_argument("-o", "--output", type=Path, help="file to write (default: print it)")
     command("targets", _targets, "the GPUs that a spec may name", spec=False)
@@ -328,6 +344,21 @@ def _verify(options) -> int:
     if not differences:
         _out.print(f"{options.wheel.name}: every file is what its spec builds")
     return 1 if differences else 0
+
+
+def _bench(options) -> None:
+    from specgen.bench import output
+
+    if options.report:
+        result = output.read(options.report)
+    else:
+        try:
+            from specgen.bench.run import Plan, bench
+        except ModuleNotFoundError as error:
+            raise SpecgenError(f"bench: {error.name} is not installed; pip install 'specgen[bench]'") from error
+        result = bench(Plan.of(options), _out.print)
+    for path in output.write(result, options.output):
+        _out.print(f"wrote {path}")
 
 
 def _schema_text() -> str:

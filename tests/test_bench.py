@@ -1,4 +1,4 @@
-"""Workloads, batches and timing of the bench, on the CPU: counts by brute force, names, errors, interleaving."""
+"""Workloads, batches and timing of the bench: counts by brute force, names, errors, interleaving."""
 
 import itertools
 

@@ -24,11 +24,12 @@ LAYERS = {
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
     " cache toolchain loops resources child aot aot_worker wheel verify"
-    " bench.batch bench.timing"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
     " tuning.evidence tuning.relatives tuning.choose"
-    " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep",
-    "composition": "pipeline provenance tune_compile tune_measure tune_data",
+    " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep"
+    " bench.batch bench.timing bench.machine bench.peers bench.vllm_triton bench.results bench.contest bench.step"
+    " bench.report bench.pictures bench.output",
+    "composition": "pipeline provenance bench.run tune_compile tune_measure tune_data",
     "talk": "cli __main__",
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
@@ -36,6 +37,14 @@ EXTRA = {
     "variant": "runtime.arguments runtime.sizes",  # signature and tile sizes: one statement for kernel and launch
     "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
     "bench.batch": "runtime.extras runtime.reference",
+    "bench.peers": "bench.batch bench.vllm_triton",  # a batch is what they are asked; parts of one verb
+    "bench.vllm_triton": "bench.batch",
+    "bench.results": "bench.timing",  # samples are its input
+    "bench.contest": "bench.batch bench.peers bench.results bench.timing runtime.reference",
+    "bench.step": "bench.batch bench.peers bench.results",
+    "bench.report": "bench.results",
+    "bench.pictures": "bench.results",
+    "bench.output": "bench.report bench.pictures",
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
@@ -50,7 +59,7 @@ EXTRA = {
     "tuning.problems": "tuning.bundle",
     "tuning.search": "tuning.problems",
     "tuning.executors": "child",
-    "tuning.trial_worker": "bench.batch bench.timing child runtime.reference",
+    "tuning.trial_worker": "bench.batch bench.machine bench.timing child runtime.reference",
     "tuning.sweep": "tuning.bundle tuning.current tuning.executors tuning.problems tuning.search tuning.store",
     # From measurements to a tree: parts of one verb, each on those before it.
     "tuning.records": "runtime.table",  # the bounds of a call: one statement for table and tree
@@ -69,7 +78,8 @@ EXTRA = {
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.table",
     "tune_compile": "pipeline",
-    "cli": "pipeline provenance tune_compile tune_measure tune_data hf cache",  # init is one verb; the cache is made where its warning is printed
+    # init is one verb; the cache is made where its warning is printed
+    "cli": "pipeline provenance bench.run bench.output tune_compile tune_measure tune_data hf cache",
     "__main__": "cli",
 }
 MAX_LINES = 400

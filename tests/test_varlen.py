@@ -13,7 +13,7 @@ from specgen.runtime import plans as plans_module
 from specgen.runtime import reference
 from specgen.runtime.arguments import ARGUMENTS, arguments
 from specgen.runtime.errors import ArgumentError, CaptureError, UnsupportedError
-from specgen.runtime.table import NoRowError, Table, VarlenRow
+from specgen.runtime.table import Bounds, NoRowError, Table, VarlenRow
 
 ALL = {"sinks": True, "alibi": True, "prefix_ranges": True}
 LENS = ((1, 9), (2, 5), (0, 3), (1, 1))
@@ -45,13 +45,16 @@ def test_one_row_of_each_guard():
         table.varlen("sm_90", "all", 9, 2, True)
 
 
+MOST = Bounds(64, 8, 64, 128)  # the limits of the package
+
+
 def test_missing_rows_are_faults(package):
     table = package.table
-    assert table.faults(package.limits.max_tokens) == []
+    assert table.faults(MOST) == []
     fewer = Table(table.attention_rows, table.append_rows, table.merge_rows, table.varlen_rows[:-1])
-    assert fewer.faults(package.limits.max_tokens) == ["sm_90 global 4/1 unaligned: no attention_varlen row"]
+    assert fewer.faults(MOST) == ["sm_90 global 4/1 unaligned: no attention_varlen row"]
     moved = Table(table.attention_rows, (), (), [*table.varlen_rows[1:], table.varlen_rows[0]])
-    assert "row 1 stands at place 0" in moved.faults(package.limits.max_tokens)[0]
+    assert "row 1 stands at place 0" in moved.faults(MOST)[0]
 
 
 @pytest.mark.parametrize("checks", ["shapes", "full", "none"])

@@ -1,1 +1,1 @@
-"""Measuring attention: workloads, batches and timing, shared by `specgen bench` and `specgen tune`; peers and reports."""
+"""Measuring attention, for `specgen bench` and `specgen tune`: workloads, timing, peers, reports."""

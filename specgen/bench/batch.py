@@ -1,11 +1,11 @@
-"""A workload's tensors: fresh random queries and paged caches with shuffled pages, and the error of an output over them.
+"""A workload's tensors: random queries, paged caches of shuffled pages, and the error of an output.
 
-Touches only the tensors it allocates. Memory is bounded: caches are drawn in their own dtype, and the reference checks at
-most PIECES pieces of PIECE query rows each, spread evenly over a batch that has more.
+Touches only the tensors it allocates. Memory is bounded: caches are drawn in their own dtype, and the
+reference checks at most PIECES pieces of PIECE query rows each, spread evenly over a batch that has more.
 """
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -21,10 +21,11 @@ PIECE, PIECES = 64, 256  # query rows, and how many pieces at most
 class Batch:
     """One workload of one layer, on one device.
 
-    `layer` is an entry of a manifest's `layers`; its `query_heads` and `kv_heads` are a rank's. Tensors, in the layer's
-    dtype: q [tokens, query_heads, qk_dim], k_cache and v_cache in the layer's layout, out [tokens, query_heads, v_dim];
-    int32: block_table [seqs, pages of the longest], seq_lens [seqs], cu_seqlens_q [seqs + 1]. Every page belongs to one
-    sequence, in shuffled order. `features` holds the tensors of the layer's features (sinks, alibi_slopes).
+    `layer` is an entry of a manifest's `layers`; its `query_heads` and `kv_heads` are a rank's. Tensors, in
+    the layer's dtype: q [tokens, query_heads, qk_dim], k_cache and v_cache in the layer's layout, out
+    [tokens, query_heads, v_dim]; int32: block_table [seqs, pages of the longest], seq_lens [seqs],
+    cu_seqlens_q [seqs + 1]. Every page belongs to one sequence, in shuffled order. `features` holds the
+    tensors of the layer's features (sinks, alibi_slopes).
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Batch:
         seed: int = 0,
         q: Tensor | None = None,
     ):
-        """Draw the tensors from `seed`; `q`, where given, takes the place of drawn queries (a view is fine)."""
+        """Draw the tensors from `seed`; `q`, where given, takes the place of drawn queries."""
         self.workload, self.layer, self.device = workload, layer, torch.device(device)
         self.dtype = getattr(torch, layer["dtype"])
         self._generator = torch.Generator(self.device).manual_seed(seed)
@@ -73,9 +74,21 @@ class Batch:
         both = self.k_cache, self.v_cache
         return tuple(cache.transpose(1, 2) for cache in both) if self.layout == "HND" else both
 
+    @cached_property
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(q, k, v) as contiguous [seqs, heads, rows or keys, dim]: copies, for sequences of one length."""
+        rows, keys = self.workload.uniform
+        seqs = len(self.pages)
+        q = self.q.view(seqs, rows, *self.q.shape[1:]).transpose(1, 2).contiguous()
+        k, v = (
+            cache[self.block_table].flatten(1, 2)[:, :keys].transpose(1, 2).contiguous()
+            for cache in self.caches
+        )
+        return q, k, v
+
     @property
     def arguments(self) -> dict:
-        """Arguments of a package's `attention`: what an engine passes, the host's bounds and `out` included."""
+        """Arguments of a package's `attention`, the host's bounds and `out` included."""
         return {
             "q": self.q,
             "k_cache": self.k_cache,
@@ -90,28 +103,24 @@ class Batch:
             **self.features,
         }
 
-    def call(self, package):
-        """A call without arguments of `package.attention` over this batch; it returns `out`."""
-        return partial(package.attention, **self.arguments)
-
     def poison(self) -> None:
         """Fill `out` with NaN, so that a row which a call leaves unwritten is seen as an error."""
         self.out.fill_(float("nan"))
 
     def error(self, out: Tensor | None = None) -> float:
-        """Relative L2 distance of an output [tokens, query_heads, v_dim] (default: `out`) from float64; inf if not finite."""
+        """Relative L2 distance of an output (default: `out`) from float64; inf where it is not finite."""
         return self.errors(out).tensor
 
     def errors(self, out: Tensor | None = None) -> reference.Errors:
-        """All distances from the float64 reference, for `reference.tolerance`; over the rows that are checked."""
+        """The distances that `reference.tolerance` bounds, over the rows that are checked."""
         return reference.errors((self.out if out is None else out)[self._rows], self._expected)
 
     @cached_property
     def _pieces(self) -> list[tuple[int, int, int]]:
         """(sequence, first row, end) of the pieces that are checked.
 
-        Rows under a causal mask see what they would if the keys ended with their piece, which makes it a sequence of its
-        own; under another mask a piece is a whole sequence.
+        Rows under a causal mask see what they would if the keys ended with their piece, which makes it a
+        sequence of its own; under another mask a piece is a whole sequence.
         """
         causal = self.layer["mask"] == "causal"
         pieces = [
@@ -132,19 +141,23 @@ class Batch:
     @cached_property
     def _expected(self) -> Tensor:
         """The reference's rows [checked rows, query_heads, v_dim], float64."""
-        names = ("mask", "scale", "sliding_window", "chunk", "softcap")
-        formula = {name: self.layer[name] for name in names if self.layer.get(name) is not None}
         before = [keys - rows for rows, keys in self.workload.seqs]
-        out, _ = reference.attention(
+        return self._reference(
             self.q[self._rows],
-            *self.caches,
             block_table=self.block_table[[seq for seq, _, _ in self._pieces]],
             seq_lens=self._int32([before[seq] + end for seq, _, end in self._pieces]),
             cu_seqlens_q=self._int32([0, *accumulate(end - first for _, first, end in self._pieces)]),
-            **formula,
-            **self.features,
         )
-        return out
+
+    def reference(self) -> Tensor:
+        """The whole output in float64, from what the tensors hold now."""
+        names = ("block_table", "seq_lens", "cu_seqlens_q")
+        return self._reference(self.q, **{name: getattr(self, name) for name in names})
+
+    def _reference(self, q: Tensor, **tables: Tensor) -> Tensor:
+        names = ("mask", "scale", "sliding_window", "chunk", "softcap")
+        formula = {name: self.layer[name] for name in names if self.layer.get(name) is not None}
+        return reference.attention(q, *self.caches, **tables, **formula, **self.features)[0]
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=self._generator)

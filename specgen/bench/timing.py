@@ -1,7 +1,7 @@
 """Times of calls on a GPU: captured as CUDA graphs, replayed in interleaved rounds with a cold, clean L2.
 
-L2 is flushed by reading: writing would leave dirty lines, whose write-back is then charged to the call that is timed.
-Touches the current CUDA device; nothing is imported from it before a timer is made.
+L2 is flushed by reading: writing would leave dirty lines, whose write-back is then charged to the call that
+is timed. Touches the current CUDA device; nothing is imported from it before a timer is made.
 """
 
 import statistics
@@ -112,8 +112,8 @@ def _capture_stream() -> torch.cuda.Stream:
 def measure(calls: Mapping[str, Call], rounds: int = 20, timer: Timer | None = None) -> dict[str, Samples]:
     """Time the calls (replays, as a rule) in `rounds` interleaved rounds; samples by name.
 
-    Each round runs all of them once, in an order of its own (the same in every run), so that none always follows the same
-    other; one round ahead is not counted. `timer` is a GraphTimer by default.
+    Each round runs all of them once, in an order of its own (the same in every run), so that none always
+    follows the same other; one round ahead is not counted. `timer` is a GraphTimer by default.
     """
     timer = GraphTimer() if timer is None else timer
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -129,8 +129,9 @@ def measure(calls: Mapping[str, Call], rounds: int = 20, timer: Timer | None = N
 
 
 def ceilings() -> dict[str, Call]:
-    """Replays that measure the device beside the calls: EMPTY, an empty graph; READ, a sum over 4 GiB; COPY, a copy of
-    4 GiB; MATMUL, a bfloat16 product of two 8192 x 8192 matrices. `rates` turns their times into rates. Holds 8.5 GiB.
+    """Replays that measure the device beside the calls: EMPTY, an empty graph; READ, a sum over 4 GiB; COPY,
+    a copy of 4 GiB; MATMUL, a bfloat16 product of two 8192 x 8192 matrices. `rates` turns their times into
+    rates. Holds 8.5 GiB.
     """
     source, target = (torch.ones(READ_BYTES // 4, device="cuda") for _ in range(2))
     total = torch.empty((), device="cuda")
@@ -163,7 +164,7 @@ def rates(times: Mapping[str, Samples]) -> dict[str, float]:
 def host_us(
     call: Call, calls: int = 50, loops: int = 5, clock=time.perf_counter, wait: Call | None = None
 ) -> float:
-    """Microseconds of the host for one call: the median over loops of `calls` calls, with no wait inside a loop."""
+    """Microseconds of the host for one call: the median over loops that do not wait inside."""
     wait = torch.cuda.synchronize if wait is None else wait
     found = []
     for _ in range(loops):

@@ -1,14 +1,15 @@
-"""What is measured: batches by their lengths, each with a name that says them, and the standard lists of them.
+"""What is measured: batches by their lengths, each with a name that says them; standard lists.
 
-Nouns: host integers and words. Bytes and operations are counted by the runtime's explain, for a layer as the `layers`
-entries of a package's manifest describe it. A name is a workload in words, and `parse` reads it back:
+Nouns: host integers and words. Bytes and operations are counted by the runtime's explain, for a layer as the
+`layers` entries of a package's manifest describe it. A name is a workload in words, and `parse` reads it
+back:
 
     dec b32 k4k                        32 sequences of one query row over 4096 keys
-    dec b64 ragged k2k s1              64 of unequal lengths: lognormal, median 2048, sigma 0.8, seed 1 (default 0)
+    dec b64 ragged k2k s1              64 of lognormal lengths: median 2048, sigma 0.8, seed 1 (default 0)
     dec b1 k32k + b15 k512             both together
     spec b16 q4 k4k                    16 sequences of 4 query rows (speculative tokens) over 4096 keys
     pre b8 2k                          8 first prefills of 2048 rows
-    chunk q2k of 16k                   the last 2048 rows of a prefill of 16384; `chunk b4 q2k of 16k`: 4 of them
+    chunk q2k of 16k                   the last 2048 rows of a prefill of 16384; of 4: `chunk b4 q2k of 16k`
     mixed pre b1 2k + dec b32 k4k      kinds together
 
 k stands for 1024, and a multiple of it is spelled so.
@@ -66,7 +67,7 @@ class Workload:
         return self.seqs[0] if len(set(self.seqs)) == 1 else None
 
     def bytes(self, layer: Mapping) -> int:
-        """Bytes that the attention of `layer` must move: queries, visible keys and values, tables, outputs."""
+        """Bytes that attention must move: queries, visible keys and values, tables, outputs."""
         return self._work(layer)[0]
 
     def operations(self, layer: Mapping) -> int:
@@ -74,13 +75,11 @@ class Workload:
         return self._work(layer)[1]
 
     def floor_us(self, layer: Mapping, read_GBs: float, matmul_TFLOPs: float) -> float:
-        """The roofline floor in microseconds: the larger of bytes / bandwidth and operations / matrix rate."""
-        from specgen.runtime.explain import floor_us
-
-        return floor_us(_geometry(layer), *self._work(layer), read_GBs, matmul_TFLOPs)
+        """The floor in microseconds: the larger of bytes / bandwidth and operations / rate."""
+        return floor_us(layer, *self._work(layer), read_GBs, matmul_TFLOPs)
 
     def beyond(self, limits: Mapping) -> str | None:
-        """Why a package with these limits (`limits` of its manifest) does not serve the workload; None if it does."""
+        """Why a package of these limits (of its manifest) does not serve it; None if it does."""
         for name, value in (
             ("max_seqs", len(self.seqs)),
             ("max_seq_len", self.keys),
@@ -101,6 +100,13 @@ def _geometry(layer: Mapping):
     from specgen.runtime.geometry import geometry_of
 
     return geometry_of(layer, layer["query_heads"], layer["kv_heads"])
+
+
+def floor_us(layer: Mapping, moved: int, operations: int, read_GBs: float, matmul_TFLOPs: float) -> float:
+    """Microseconds that so many bytes and operations need at least, in a layer's dtype."""
+    from specgen.runtime import explain
+
+    return explain.floor_us(_geometry(layer), moved, operations, read_GBs, matmul_TFLOPs)
 
 
 def parse(text: str) -> Workload:
@@ -189,13 +195,42 @@ SHARES = _all(
     *(f"mixed pre b4 {keys} + dec b4 k{keys}" for keys in ("512", "1k", "2k")),
 )
 # Of the end-to-end track: one token for each of a batch.
-STEPS = _all("dec b1 k1k", "dec b1 k8k", "dec b8 k4k", "dec b32 k1k", "dec b32 k4k")
+STEPS = _all(
+    *("dec b1 k1k", "dec b1 k8k", "dec b1 k32k", "dec b8 k4k", "dec b32 k1k", "dec b32 k2k", "dec b32 k4k"),
+)
 NO_LIMIT = {"max_seqs": 256, "max_seq_len": 131072, "max_tokens": 16384}
 MOST_KEYS = 1 << 19  # of a random batch, all sequences together: 2 GiB of cache at 8 kv heads of 128
 
 
+def geometry(layer: Mapping) -> dict:
+    """A layer's entry without its name and its indices: layers of equal geometry compare in one row."""
+    return {
+        field: value
+        for field, value in layer.items()
+        if field not in ("name", "layers") and value is not None
+    }
+
+
+def spell_geometry(layer: Mapping) -> str:
+    """A layer's geometry in words: "32/8 heads of 128, bfloat16, pages of 16, window 1024"."""
+    from specgen.runtime.geometry import features
+
+    dims = (
+        str(layer["qk_dim"])
+        if layer["qk_dim"] == layer["v_dim"]
+        else f"{layer['qk_dim']} (v {layer['v_dim']})"
+    )
+    words = [
+        f"{layer['query_heads']}/{layer['kv_heads']} heads of {dims}",
+        layer["dtype"],
+        f"pages of {layer['page_size']}",
+    ]
+    words += [layer["mask"]] * (layer["mask"] != "causal") + [features(layer)] * bool(features(layer))
+    return ", ".join(words)
+
+
 def standard(layer: Mapping) -> tuple[Workload, ...]:
-    """The standard rows of a layer (an entry of a manifest's `layers`): its own where there are such, else all."""
+    """The standard rows of a layer: its geometry's own where there are such, else all."""
     return OF_HEADS.get((layer["query_heads"], layer["kv_heads"], layer["qk_dim"]), MAIN)
 
 
@@ -204,8 +239,8 @@ def random_workloads(
 ) -> tuple[Workload, ...]:
     """`count` random workloads of a kind within a package's limits, the same for the same seed.
 
-    Batch sizes and lengths are drawn evenly on a logarithmic scale; half of the decode and prefill batches are ragged.
-    Their names say their lengths, so `parse` reads them back.
+    Batch sizes and lengths are drawn evenly on a logarithmic scale; half of the decode and prefill batches
+    are ragged. Their names say their lengths, so `parse` reads them back.
     """
     random, found = Random(f"{kind} {seed}"), []
     while len(found) < count:
@@ -254,7 +289,7 @@ def sets(layer: Mapping, limits: Mapping) -> dict[str, tuple[Workload, ...]]:
 
 
 def select(chosen: str, layer: Mapping, limits: Mapping) -> tuple[Workload, ...]:
-    """The workloads that `chosen` means: the name of a list, a glob over the standard rows, or one workload in words."""
+    """The workloads of a list's name, of a glob over the standard rows, or of one workload in words."""
     known = sets(layer, limits)
     if chosen in known:
         return known[chosen]

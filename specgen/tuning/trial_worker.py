@@ -7,7 +7,6 @@ TRITON_INTERPRET=1, the CPU), and reads the bundle. Needs torch; Triton only for
 import gc
 import importlib
 import json
-import os
 import sys
 import time
 import uuid
@@ -20,7 +19,7 @@ from types import ModuleType
 
 import torch
 
-from specgen.bench import timing
+from specgen.bench import machine, timing
 from specgen.bench.batch import Batch
 from specgen.child import serve
 from specgen.runtime import reference
@@ -29,7 +28,6 @@ from specgen.tuning.trial import Answer, Kernels, Outcome, Trial
 
 CACHE_SHARE = 0.4  # of the device's memory, for the keys and values of the batches that are kept
 _KEPT = 16  # batches
-_DRIVERS = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version")
 _TOO_LARGE = ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "hipErrorLaunchOutOfResources")
 _REASON = "a trial of specgen tune"
 
@@ -87,7 +85,7 @@ class Bench:
 
     def _answer(self, **more) -> Answer:
         opened = self._opened
-        return Answer(self._gpu, opened.mode, opened.arch, _driver_version(), torch.__version__, self._run, **more)
+        return Answer(self._gpu, opened.mode, opened.arch, self._driver, torch.__version__, self._run, **more)
 
     def _open(self, trial: Trial):
         """The runtime's Device for the bundle's package. Raises what it raises."""
@@ -105,6 +103,10 @@ class Bench:
         gcn = getattr(facts, "gcnArchName", "") if torch.version.hip else ""
         arch = gcn.split(":")[0] or f"sm_{facts.major}{facts.minor}"
         return Gpu(facts.name, arch, facts.multi_processor_count, facts.total_memory)
+
+    @cached_property
+    def _driver(self) -> str:
+        return machine.driver() if self.is_cuda else ""
 
     @cached_property
     def _timer(self) -> timing.Timer:
@@ -141,7 +143,7 @@ class Bench:
         if kernels.varlen:
             call = drawn.varlen_call(package)
         else:  # a workspace of its own: a capture may not make one
-            call = partial(batch.call(package), workspace=package.workspace(self.torch_device))
+            call = partial(package.attention, **batch.arguments, workspace=package.workspace(self.torch_device))
         batch.poison()
         call()
         errors = batch.errors()  # waits for the device
@@ -284,14 +286,6 @@ def _failure(error: Exception) -> Outcome:
 
 def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
-
-
-def _driver_version() -> str:
-    """Of the GPU's kernel driver, such as "580.159.04"; "" where the system does not say."""
-    for path in _DRIVERS:
-        if os.path.exists(path):
-            return Path(path).read_text(encoding="utf-8").strip()
-    return ""
 
 
 def _nothing() -> None:
