@@ -101,8 +101,10 @@ def local_gpus(where: Where) -> tuple[str | None, ...]:
         return where.gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        import torch
-
+        try:
+            import torch
+        except ImportError:
+            raise SpecgenError("measuring needs torch, which is not installed here: pip install 'specgen[tune]'") from None
         found = tuple(str(index) for index in range(torch.cuda.device_count()))
     else:
         found = tuple(name.strip() for name in visible.split(",") if name.strip())
