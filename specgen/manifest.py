@@ -7,7 +7,7 @@ from specgen import __version__
 from specgen.binary import Binary
 from specgen.expand import Dispatch, Expansion
 from specgen.plan import package_name
-from specgen.spec import Spec
+from specgen.spec import AttentionSpec, Spec
 from specgen.target import ARCHS, Target
 from specgen.variant import Variant
 
@@ -46,36 +46,38 @@ def manifest(
         "oldest_driver": {arch: ARCHS[arch].oldest_driver for arch in archs},
         "targets": [_target(targets[name]) for name in spec.targets],
         "limits": spec.limits.model_dump(),
-        "layers": [
-            {
-                "name": entry.name,
-                "layers": entry.layers if isinstance(entry.layers, str) else list(entry.layers),
-                "query_heads": entry.query_heads,
-                "kv_heads": entry.kv_heads,
-                "qk_dim": entry.head_dim.qk,
-                "v_dim": entry.head_dim.v,
-                "scale": entry.resolved_scale,
-                "mask": entry.mask,
-                "page_size": spec.kv_cache.page_size,
-                "layout": spec.kv_cache.layout,
-                "dtype": spec.dtype,
-                "sliding_window": entry.sliding_window,
-                "chunk": entry.chunk,
-                "softcap": entry.softcap,
-                "sinks": entry.sinks,
-                "alibi": entry.alibi,
-                "prefix_ranges": entry.prefix_ranges,
-                "cross": entry.cross,
-                "rotary_dim": entry.rotary.dim if entry.rotary else None,
-                "rotary_style": entry.rotary.style if entry.rotary else None,
-            }
-            for entry in spec.attention
-        ],
+        "layers": [layer_fields(spec, entry) for entry in spec.attention],
         "dispatch": [_dispatch(each) for each in expansion.dispatch],
         "over_budget": [
             {"symbol": symbol, "arch": arch, "reason": reason} for (symbol, arch), reason in sorted(over_budget.items())
         ],
         "variants": {symbol: _variant(variant, binaries) for symbol, variant in expansion.variants.items()},
+    }
+
+
+def layer_fields(spec: Spec, entry: AttentionSpec) -> dict:
+    """What the manifest says of one layer class; head counts are those of the whole model."""
+    return {
+        "name": entry.name,
+        "layers": entry.layers if isinstance(entry.layers, str) else list(entry.layers),
+        "query_heads": entry.query_heads,
+        "kv_heads": entry.kv_heads,
+        "qk_dim": entry.head_dim.qk,
+        "v_dim": entry.head_dim.v,
+        "scale": entry.resolved_scale,
+        "mask": entry.mask,
+        "page_size": spec.kv_cache.page_size,
+        "layout": spec.kv_cache.layout,
+        "dtype": spec.dtype,
+        "sliding_window": entry.sliding_window,
+        "chunk": entry.chunk,
+        "softcap": entry.softcap,
+        "sinks": entry.sinks,
+        "alibi": entry.alibi,
+        "prefix_ranges": entry.prefix_ranges,
+        "cross": entry.cross,
+        "rotary_dim": entry.rotary.dim if entry.rotary else None,
+        "rotary_style": entry.rotary.style if entry.rotary else None,
     }
 
 

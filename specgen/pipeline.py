@@ -73,7 +73,7 @@ def generate(path: Path | str, cache: Cache | None = None, over_budget: OverBudg
     refuse_illegal(loaded)
     measurements, stale = measured(loaded)
     expansion = expand(loaded.spec, load_targets(), over_budget, measurements)
-    artifacts = tuple(_formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
+    artifacts = tuple(formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
     return Generated(loaded, expansion, artifacts, len(stale))
 
 
@@ -87,7 +87,8 @@ def refuse_illegal(loaded: Loaded) -> None:
         raise SpecError(mistakes)
 
 
-def _formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
+def formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
+    """A rendered artifact with its content formatted; copied files pass unchanged."""
     if artifact.template is None:
         return artifact
     source = artifact.content.decode()

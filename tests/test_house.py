@@ -19,16 +19,17 @@ PACKAGE = ROOT / "specgen"
 
 LAYERS = {
     "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
-    " tuning.records bench bench.workloads",
+    " tuning.records tuning.trial bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
-    " cache toolchain loops resources aot aot_worker wheel verify"
+    " cache toolchain loops resources child aot aot_worker wheel verify"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
     " tuning.evidence tuning.relatives tuning.choose"
+    " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep"
     " bench.batch bench.timing bench.machine bench.peers bench.vllm_triton bench.results bench.contest bench.step"
     " bench.report bench.pictures bench.output",
-    "composition": "pipeline provenance bench.run",
+    "composition": "pipeline provenance bench.run tune_compile tune_measure tune_data",
     "talk": "cli __main__",
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
@@ -53,6 +54,13 @@ EXTRA = {
     "measured": "expand load plan render toolchain tuning.current tuning.jsonl tuning.shipped",
     "tuning.shipped": "tuning.jsonl",
     "tuning.store": "tuning.jsonl",
+    # What tune tries, and how.
+    "tuning.space": "rules tuning",
+    "tuning.problems": "tuning.bundle",
+    "tuning.search": "tuning.problems",
+    "tuning.executors": "child",
+    "tuning.trial_worker": "bench.batch bench.machine bench.timing child runtime.reference",
+    "tuning.sweep": "tuning.bundle tuning.current tuning.executors tuning.problems tuning.search tuning.store",
     # From measurements to a tree: parts of one verb, each on those before it.
     "tuning.records": "runtime.table",  # the bounds of a call: one statement for table and tree
     "tuning.matrix": "tuning.current runtime.table",
@@ -64,12 +72,14 @@ EXTRA = {
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
     "resources": "loops toolchain",
-    "aot": "cache resources toolchain",
-    "aot_worker": "resources toolchain",
+    "aot": "cache child resources toolchain",
+    "aot_worker": "child resources toolchain",
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.table",
-    "cli": "pipeline provenance bench.run bench.output hf cache",  # init is one verb; the cache is made where its warning is printed
+    "tune_compile": "pipeline",
+    # init is one verb; the cache is made where its warning is printed
+    "cli": "pipeline provenance bench.run bench.output tune_compile tune_measure tune_data hf cache",
     "__main__": "cli",
 }
 MAX_LINES = 400

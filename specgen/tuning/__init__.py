@@ -1,5 +1,6 @@
 """Which configurations a specialization may take, in order of preference. Reads configs.yaml; pure after that."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,22 @@ def candidates(
     family: str, geometry: Geometry, target: Target, aligned: bool, max_query_len: int | None
 ) -> list[Config]:
     """Configurations of `family` for this geometry on `target`, the preferred first. Never empty for a legal geometry."""
+    found = []
+    for row in _rows().get(family, ()):
+        if not holds(row["for"], family, geometry, target, aligned):
+            continue
+        block_m = row["block_m"]
+        if family == "decode":
+            block_m = min(block_m, max(16, next_power_of_two(geometry.group * max_query_len)))
+        options = tuple(sorted(row.get("options", {}).items()))
+        found.append(
+            Config(block_m, row["tile_n"], row["num_warps"], row["num_stages"], row["ctas"], options, row["origin"])
+        )
+    return found
+
+
+def holds(when: Mapping, family: str, geometry: Geometry, target: Target, aligned: bool) -> bool:
+    """Whether the `for` of a row of configs.yaml or space.yaml takes in this case."""
     # Merging reads no key: its choice may not depend on qk_dim, or two kernels would claim one dispatch row.
     v_width = sum(geometry.v_tiles)
     widest = v_width if family == "merge_states" else max(sum(geometry.qk_tiles), v_width)
@@ -30,18 +47,7 @@ def candidates(
         "aligned": aligned,
         "plain": geometry.plain,
     }
-    found = []
-    for row in _rows()[family]:
-        when = dict(row["for"])
-        if widest > when.pop("max_dim", widest):
-            continue
-        if any(facts[name] not in (value if isinstance(value, list) else [value]) for name, value in when.items()):
-            continue
-        block_m = row["block_m"]
-        if family == "decode":
-            block_m = min(block_m, max(16, next_power_of_two(geometry.group * max_query_len)))
-        options = tuple(sorted(row.get("options", {}).items()))
-        found.append(
-            Config(block_m, row["tile_n"], row["num_warps"], row["num_stages"], row["ctas"], options, row["origin"])
-        )
-    return found
+    when = dict(when)
+    if not when.pop("min_dim", widest) <= widest <= when.pop("max_dim", widest):
+        return False
+    return all(facts[name] in (value if isinstance(value, list) else [value]) for name, value in when.items())
