@@ -9,6 +9,7 @@ from math import gcd
 from typing import NamedTuple
 
 MIN_BLOCK_V = 16
+MERGE_GROUP = 32  # partial states that one program of decode_ws merges; longer items are merged in two levels
 POINTER_ALIGNMENT = 16
 
 
@@ -46,6 +47,32 @@ def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
         partial_acc=2 * programs * block_m * block_v(v_dim),
         partial_ml=2 * programs * 2 * block_m,
         counters=programs,
+    )
+
+
+def partial_rows(block_m: int, group: int, max_query_len: int) -> int:
+    """Rows of a decode_ws tile that can hold a query row."""
+    return min(block_m, 1 << (group * max_query_len - 1).bit_length())
+
+
+def decode_ws_columns(v_dim: int) -> int:
+    """Columns of a decode_ws accumulator: the next power of two that holds v_dim, at least 64."""
+    return max(64, 1 << (v_dim - 1).bit_length())
+
+
+def decode_ws_workspace(programs: int, rows: int, v_dim: int) -> WorkspaceSize:
+    """Scratch of one decode_ws launch of `programs` programs that keep `rows` rows of a partial state.
+
+    Each program leaves at most two partial states, and each group of MERGE_GROUP programs two more, of which each has
+    a counter: partial_acc [2 * (programs + groups), rows, columns], partial_ml
+    [2 * (programs + groups), 2, rows], counters [programs + 2 * groups], zero between launches.
+    """
+    groups = -(-programs // MERGE_GROUP)
+    slots = 2 * (programs + groups)
+    return WorkspaceSize(
+        partial_acc=slots * rows * decode_ws_columns(v_dim),
+        partial_ml=slots * 2 * rows,
+        counters=programs + 2 * groups,
     )
 
 
