@@ -104,6 +104,7 @@ def jobs(generated: Generated) -> list[CompileJob]:
                     source=source,
                     signature=variant.signature,
                     divisibility=variant.divisibility,
+                    parameters=variant.parameter_bytes,
                     num_warps=variant.config.num_warps,
                     num_stages=variant.config.num_stages,
                     options=variant.config.options,

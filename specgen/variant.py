@@ -4,9 +4,15 @@ from dataclasses import dataclass, field
 
 from specgen.dtypes import DTYPES
 from specgen.runtime import sizes
-from specgen.runtime.arguments import ARGUMENTS, Argument, arguments
+from specgen.runtime.arguments import ARGUMENTS, ROLES, Argument, arguments
+from specgen.runtime.tensor_maps import TensorMap, parameters
 
 FAMILIES = tuple(ARGUMENTS)
+ATTENTION_FAMILIES = (*ROLES, "varlen")
+# Written in Gluon, Triton's dialect of explicit layouts: compiled ahead of time alone, neither just in time nor interpreted.
+GLUON_FAMILIES = ("decode_ws", "prefill_ws")
+# Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
+BOX_COLUMNS = 64
 LOG2E = 1.4426950408889634
 
 
@@ -101,7 +107,7 @@ class Variant:
         """Name of module and function. Within a package (one max_seqs), equal names are equal code."""
         g, c = self.geometry, self.config
         parts = [self.family]
-        if self.family in ("decode", "prefill", "varlen"):
+        if self.family in ATTENTION_FAMILIES:
             paged = [] if self.family == "varlen" else [f"p{g.page_size}"]
             parts += [f"h{g.query_heads}x{g.kv_heads}", self._dims, *paged, DTYPES[g.dtype].short, g.mask]
             parts += self._features
@@ -160,7 +166,59 @@ class Variant:
         """(argument, Triton type) in launch order."""
         data = DTYPES[self.geometry.dtype].triton
         names = {"data": data, "bf16": "bf16", "f32": "fp32", "i32": "i32", "i64": "i64"}
-        return tuple((a.name, f"*{names[a.dtype]}" if a.kind == "pointer" else a.kind) for a in self.arguments)
+        types = {each.name: each.triton_type for each in self.tensor_maps}
+        types |= {a.name: f"*{names[a.dtype]}" for a in self.arguments if a.kind == "pointer"}
+        return tuple((a.name, types.get(a.name, a.kind)) for a in self.arguments)
+
+    @property
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        """What the tensor maps of the kernel are made of, in the order of its arguments; () for a plain-Triton family.
+
+        A box is BOX_COLUMNS elements of every row that one copy moves: of one page for keys and values.
+        """
+        made = {
+            "q_map": self._map("q", ("num_tokens", self.geometry.query_heads, self.geometry.qk_dim), ("token", "head"), self.query_box),
+            "k_map": self._cache_map("k", self.geometry.qk_dim),
+            "v_map": self._cache_map("v", self.geometry.v_dim),
+        }
+        return tuple(made[argument.name] for argument in self.arguments if argument.kind == "tensor_map")
+
+    @property
+    def query_box(self) -> tuple[int, int]:
+        """(tokens, heads) of the query rows that one copy moves: half a row block, heads of one key/value head packed."""
+        heads = self.packed_heads
+        return max(self.config.block_m // 2 // heads, 1), heads
+
+    @property
+    def packed_heads(self) -> int:
+        """Query heads of one key/value head in a row block: the largest power of two that divides the group, at most 16."""
+        return min(self.geometry.group & -self.geometry.group, 16)
+
+    @property
+    def keys_box(self) -> int:
+        """Keys that one copy moves: a page, or a tile where pages are larger."""
+        return min(self.geometry.page_size, self.config.tile_n)
+
+    def _cache_map(self, operand: str, dim: int) -> TensorMap:
+        extents = ("num_pages", self.geometry.page_size, self.geometry.kv_heads, dim)
+        return self._map(operand, extents, ("page", "slot", "head"), (1, self.keys_box, 1))
+
+    def _map(self, operand: str, extents: tuple, strides: tuple, box: tuple) -> TensorMap:
+        tensor = "q" if operand == "q" else f"{operand}_cache"
+        return TensorMap(
+            name=f"{operand}_map",
+            tensor=f"{tensor}_ptr",
+            dtype=self.geometry.dtype,
+            extents=extents,
+            strides=tuple(f"{tensor}_stride_{dim}" for dim in strides),
+            box=(*box, BOX_COLUMNS),
+            swizzle=BOX_COLUMNS * 2,
+        )
+
+    @property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """Bytes of each parameter of the compiled kernel, in the order in which the launcher passes them."""
+        return tuple(size for _, size in parameters(self.arguments, self.tensor_maps))
 
     @property
     def divisibility(self) -> tuple[tuple[int, int], ...]:

@@ -1,28 +1,31 @@
 """The one formula for grids and scratch: read by allocator, kernels' templates, dispatch, manifest and tests.
 
 A grid is a constant of device and variant, never of the batch; so is the workspace. Pure integers: imports
-nothing but the standard library.
+nothing but arguments.py and the standard library.
 """
 
 from collections.abc import Iterable, Mapping
 from math import gcd
 from typing import NamedTuple
 
+from .arguments import ROLES
+
 MIN_BLOCK_V = 16
+TICKETS = 2  # work items handed out and programs that are done, of a family whose programs take items in turn
 POINTER_ALIGNMENT = 16
 
-
 class WorkspaceSize(NamedTuple):
-    """Elements of each scratch array of a workspace: float32, float32 and int32."""
+    """Elements of each scratch array of a workspace: float32, float32, int32 and int32."""
 
     partial_acc: int
     partial_ml: int
     counters: int
+    tickets: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the three arrays together."""
-        return 4 * (self.partial_acc + self.partial_ml + self.counters)
+        """Bytes of the four arrays together."""
+        return 4 * sum(self)
 
 
 def grid(multiprocessors: int, ctas_per_multiprocessor: int) -> int:
@@ -46,6 +49,7 @@ def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
         partial_acc=2 * programs * block_m * block_v(v_dim),
         partial_ml=2 * programs * 2 * block_m,
         counters=programs,
+        tickets=TICKETS,
     )
 
 
@@ -53,11 +57,11 @@ def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> Workspa
     """Scratch that serves every given variant on a device: the elementwise maximum over its decode variants.
 
     `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m` and `v_dim`; others
-    than decode need none. No array is empty, so that each has an address.
+    than decode need none but the tickets. No array is empty, so that each has an address.
     """
-    size = WorkspaceSize(1, 1, 1)
+    size = WorkspaceSize(1, 1, 1, TICKETS)
     for variant in variants:
-        if variant["family"] == "decode":
+        if ROLES.get(variant["family"]) == "decode":
             programs = grid(multiprocessors, variant["ctas_per_multiprocessor"])
             need = decode_workspace(programs, variant["block_m"], variant["v_dim"])
             size = WorkspaceSize(*map(max, size, need))
