@@ -100,6 +100,7 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     nvidia = is_nvidia(job.arch)
     target = (
@@ -114,7 +115,7 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
 
     function = getattr(_load(job, folder), job.symbol, None)
     if not isinstance(function, triton.JITFunction):
-        raise BuildError(f"the module defines no @triton.jit function {job.symbol}")
+        raise BuildError(f"the module defines no function {job.symbol} of @triton.jit or @gluon.jit")
     names = [name for name, _ in job.signature]
     if list(function.arg_names) != names:
         raise BuildError(
@@ -122,11 +123,13 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
         )
 
     attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in job.divisibility}
-    source = ASTSource(function, dict(job.signature), constexprs={}, attrs=attributes)
+    kind = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    source = kind(function, dict(job.signature), constexprs={}, attrs=attributes)
     compiled = triton.compile(source, target=target, options=options)
     metadata = compiled.metadata
     data = compiled.asm["cubin" if nvidia else "hsaco"]
     if nvidia:
+        _check_parameters(job, compiled.asm["ptx"])
         usage = resources.read_cubin(data, metadata.name)
     else:
         usage = resources.read_hsaco(data, metadata.name, compiled.asm["amdgcn"])
@@ -150,6 +153,17 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
         + (metadata.profile_scratch_size or 0),
         assembler=assembler(job.arch),
     )
+
+
+def _check_parameters(job: CompileJob, ptx: str) -> None:
+    """BuildError unless the compiled kernel takes the parameters that the launcher will pass: a matter of Triton's version."""
+    entry = ptx[ptx.index(".entry") :]
+    taken = tuple(
+        int(count) if count else int(bits) // 8
+        for bits, count in re.findall(r"\.param\b.*\.[bus](8|16|32|64)\b[^\[\n,)]*(?:\[(\d+)\])?", entry[: entry.index(")")])
+    )
+    if job.parameters and taken != job.parameters:
+        raise BuildError(f"the kernel takes parameters of {taken} bytes, the launcher passes {job.parameters}")
 
 
 def _load(job: CompileJob, folder: Path) -> ModuleType:

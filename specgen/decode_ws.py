@@ -5,15 +5,13 @@ tests read them here. Pure integers; imports only nouns.
 from dataclasses import dataclass
 
 from specgen.runtime import sizes
-from specgen.variant import Variant, next_power_of_two
+from specgen.variant import BOX_COLUMNS, Variant, next_power_of_two
 
 PARTS = 4  # of a tile, one a warp (two warps and more where a tile has more rows than a matrix instruction)
-PANEL = 64  # elements of a head in one box: 128 bytes, the widest swizzle that TMA knows
 MATRIX_ROWS = 16  # query rows of a matrix instruction
 LANES = 32
 MIN_SHARE_KEYS = 64  # keys x heads that a program takes at least: smaller shares cost more in merging than they save
 MAX_SEQS = 1024  # sequences whose lengths one warp plans in registers
-UNIT = 16  # keys of a box where the configuration names none
 UNSEEN = "-3.4028234663852886e38"  # the lowest float32
 
 
@@ -26,7 +24,7 @@ class Shape:
     @property
     def block_qk(self) -> int:
         """qk_dim rounded up to panels; what is past the head arrives as zeros."""
-        return max(PANEL, next_power_of_two(self.variant.geometry.qk_dim))
+        return max(BOX_COLUMNS, next_power_of_two(self.variant.geometry.qk_dim))
 
     @property
     def block_v(self) -> int:
@@ -36,12 +34,12 @@ class Shape:
     @property
     def heads(self) -> int:
         """Key/value heads that a program attends to at once: one, its keys divided among the warps, or one a part."""
-        return self._options.get("heads", 1)
+        return self.variant.heads_box
 
     @property
     def unit(self) -> int:
         """Keys of one box, all of one page: the grain of the even split."""
-        return min(self._options.get("unit", UNIT), self.variant.geometry.page_size)
+        return self.variant.keys_box
 
     @property
     def tile_rows(self) -> int:
@@ -98,7 +96,7 @@ class Shape:
     @property
     def partials_at_once(self) -> int:
         """Partial states that the merging program loads at once: 128 registers a thread where there are as many, else 64."""
-        roomy = self._options["maxnreg"] >= 160 and self.row_warps == 1 and self.block_v < 256
+        roomy = self.variant.tunable("maxnreg", 0) >= 160 and self.row_warps == 1 and self.block_v < 256
         elements = self.variant.config.num_warps * LANES * (128 if roomy else 64)
         return max(1, min(sizes.MERGE_GROUP, elements // (self.state_rows * self.block_v)))
 
@@ -120,10 +118,6 @@ class Shape:
         join = PARTS * self.join_rows * self.block_v * 4 if self.heads == 1 else 0
         return ring + join + 2048
 
-    @property
-    def _options(self) -> dict[str, int]:
-        return dict(self.variant.config.options)
-
     def view(self) -> dict:
         """The names that the family's template may use besides those of every kernel."""
         g, c = self.variant.geometry, self.variant.config
@@ -142,7 +136,7 @@ class Shape:
             "unit": self.unit,
             "units_per_tile": c.tile_n // self.unit,
             "min_share": self.min_share,
-            "panel": PANEL,
+            "panel": BOX_COLUMNS,
             "parts": PARTS,
             "part_keys": self.part_keys,
             "row_warps": self.row_warps,

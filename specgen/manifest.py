@@ -119,6 +119,7 @@ def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
         "options": dict(c.options),
         "aligned": variant.aligned,
         "alignment": g.alignment if variant.aligned else g.itemsize,
+        "tensor_maps": [each._asdict() for each in variant.tensor_maps],
         "tuning": c.origin,
         "binaries": {
             arch: {

@@ -11,7 +11,7 @@ from specgen.spec import Spec
 
 RUNTIME = Path(__file__).parent / "runtime"
 # What reaches the package besides Python: the launcher's source, for a host that has to build its own.
-_RUNTIME_SUFFIXES = (".py", ".c")
+_RUNTIME_SUFFIXES = (".py", ".c", ".h")
 _ALIGNED = {True: "every pointer and stride is aligned", False: "a pointer or stride is not aligned"}
 # The test template of each kernel family.
 _TESTS = {"decode": "attention", "prefill": "attention", "append_kv": "append_kv", "merge_states": "merge_states"}

@@ -5,7 +5,7 @@ from functools import cache
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specgen import __version__
+from specgen import __version__, decode_ws
 from specgen.artifact import Artifact
 from specgen.data_files import TEMPLATES
 from specgen.load import Loaded
@@ -35,6 +35,11 @@ def _mask_words(g: Geometry) -> list[str]:
 
 def kernel_view(variant: Variant) -> dict:
     """The names that a kernel template may use, flat: numbers, identifiers and named booleans, never a condition to compute."""
+    view = _common_view(variant)
+    return view | decode_ws.Shape(variant).view() if variant.family == "decode_ws" else view
+
+
+def _common_view(variant: Variant) -> dict:
     g, c = variant.geometry, variant.config
     return {
         "symbol": variant.symbol,
@@ -113,10 +118,21 @@ def render(artifact: Artifact, loaded: Loaded) -> Artifact:
         return artifact
     context = dict(artifact.context)
     if variant := context.get("variant"):
-        arguments = variant.arguments
-        context["v"] = kernel_view(variant)
-        context["arguments"] = arguments
-        # Values that change from call to call must not make the JIT compile anew.
-        context["unspecialized"] = [a.name for a in arguments if a.kind != "pointer" and not a.aligned]
+        context |= _variant_context(variant)
     text = render_source(artifact.template, context, banner(loaded, artifact.template))
     return replace(artifact, content=text.encode())
+
+
+def kernel_source(variant: Variant) -> str:
+    """The unformatted module of one specialization, without a spec to name in its banner."""
+    return render_source(f"kernels/{variant.family}.py.jinja", _variant_context(variant), [])
+
+
+def _variant_context(variant: Variant) -> dict:
+    arguments = variant.arguments
+    return {
+        "v": kernel_view(variant),
+        "arguments": arguments,
+        # Values that change from call to call must not make the JIT compile anew.
+        "unspecialized": [a.name for a in arguments if a.kind in ("i32", "i64") and not a.aligned],
+    }

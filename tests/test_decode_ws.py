@@ -9,7 +9,7 @@ import pytest
 import torch
 from standin.gluon_standin import Launch, Memory, Tensor, TensorMap
 
-from specgen.decode_ws import PANEL, Shape
+from specgen.decode_ws import Shape
 from specgen.render import kernel_source
 from specgen.runtime import sizes
 from specgen.runtime.testing.cases import BATCHES, Batch, Case, edge_batches, fit
@@ -82,11 +82,9 @@ def launch(run: Run, batch: Batch, layout: str, fill: float, order=None) -> tupl
     pool.out.fill_(NAN)
     lse = torch.full((pool.tokens, g.query_heads), NAN)
     shape = Shape(variant)
-    size = sizes.decode_ws_workspace(run.programs, shape.partial_rows, g.v_dim)
+    size = sizes.decode_ws_workspace(run.programs, shape.state_rows, g.v_dim)
     scratch = torch.full((size.partial_acc,), NAN), torch.full((size.partial_ml,), NAN)
     counters = torch.zeros(size.counters, dtype=torch.int32)
-    k_cache, v_cache = pool.by_slot(pool.k_cache), pool.by_slot(pool.v_cache)
-    box = (1, shape.unit, 1, PANEL)
     tensors = {
         "q": pool.q, "out": pool.out, "lse": lse, "block_table": pool.block_table, "seq_lens": pool.seq_lens,
         "cu_seqlens_q": pool.cu_seqlens_q, "partial_acc": scratch[0], "partial_ml": scratch[1], "counters": counters,
@@ -100,7 +98,9 @@ def launch(run: Run, batch: Batch, layout: str, fill: float, order=None) -> tupl
         **{f"{name}_stride_token": tensors[name].stride(0) for name in ("q", "out")},
         **{f"{name}_stride_head": tensors[name].stride(1) for name in ("q", "out")},
     }  # fmt: skip
-    values = {"k_map": TensorMap(k_cache, box), "v_map": TensorMap(v_cache, box)}
+    caches = {"k_cache_ptr": pool.by_slot(pool.k_cache), "v_cache_ptr": pool.by_slot(pool.v_cache)}
+    # Dimensions as the map names them: pages, heads, slots.
+    values = {each.name: TensorMap(caches[each.tensor].transpose(1, 2), each.box) for each in variant.tensor_maps}
     for argument in variant.arguments:
         if argument.kind == "pointer":
             tensor = tensors[argument.name.removesuffix("_ptr")]

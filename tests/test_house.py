@@ -28,7 +28,7 @@ LAYERS = {
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
 EXTRA = {
-    "variant": "runtime.arguments runtime.sizes",  # signature and tile sizes: one statement for kernel and launch
+    "variant": "runtime.arguments runtime.sizes runtime.tensor_maps",  # signature, tile sizes: one statement for kernel and launch
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
@@ -50,7 +50,7 @@ MAX_LINES = 400
 GENERATOR = sorted(path for path in PACKAGE.rglob("*.py") if "runtime" not in path.relative_to(PACKAGE).parts)
 RUNTIME = sorted((PACKAGE / "runtime").rglob("*.py"))
 TEMPLATES = sorted((ROOT / "templates").rglob("*.jinja"))
-SOURCES = [*GENERATOR, *RUNTIME, *sorted((PACKAGE / "runtime").glob("*.c")), *TEMPLATES]
+SOURCES = [*GENERATOR, *RUNTIME, *sorted((PACKAGE / "runtime").glob("*.[ch]")), *TEMPLATES]
 # Libraries that a generated package may import; everything else would be a dependency that it does not declare.
 PACKAGE_LIBRARIES = {"torch", "triton", "numpy", "pytest"}
 
