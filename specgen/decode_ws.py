@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from specgen.runtime import sizes
 from specgen.variant import BOX_COLUMNS, Variant, next_power_of_two
 
-PARTS = 4  # of a tile, one a warp (two warps and more where a tile has more rows than a matrix instruction)
+KEY_PARTS = 4  # of a tile whose keys are divided among the warps
+HEADS = (1, 4, 8)  # key/value heads of a program that there may be
 MATRIX_ROWS = 16  # query rows of a matrix instruction
+MATRIX_KEYS = 16  # keys of a matrix instruction
 LANES = 32
 MIN_SHARE_KEYS = 64  # keys x heads that a program takes at least: smaller shares cost more in merging than they save
 MAX_SEQS = 1024  # sequences whose lengths one warp plans in registers
@@ -37,6 +39,11 @@ class Shape:
         return self.variant.heads_box
 
     @property
+    def parts(self) -> int:
+        """Parts of a tile, one a warp; `row_warps` warps where a tile has more query rows than a matrix instruction."""
+        return self.heads if self.heads > 1 else KEY_PARTS
+
+    @property
     def unit(self) -> int:
         """Keys of one box, all of one page: the grain of the even split."""
         return self.variant.keys_box
@@ -49,7 +56,7 @@ class Shape:
     @property
     def part_keys(self) -> int:
         """Keys of a tile that one warp attends to."""
-        return self.tile_rows // PARTS
+        return self.tile_rows // self.parts
 
     @property
     def min_share(self) -> int:
@@ -115,7 +122,7 @@ class Shape:
         """Bytes of shared memory, at most: the ring of tiles, what joining warps pass through, barriers."""
         g, c = self.variant.geometry, self.variant.config
         ring = c.num_stages * self.tile_rows * (self.block_qk + self.block_v) * g.itemsize
-        join = PARTS * self.join_rows * self.block_v * 4 if self.heads == 1 else 0
+        join = self.parts * self.join_rows * self.block_v * 4 if self.heads == 1 else 0
         return ring + join + 2048
 
     def view(self) -> dict:
@@ -137,7 +144,7 @@ class Shape:
             "units_per_tile": c.tile_n // self.unit,
             "min_share": self.min_share,
             "panel": BOX_COLUMNS,
-            "parts": PARTS,
+            "parts": self.parts,
             "part_keys": self.part_keys,
             "row_warps": self.row_warps,
             "attending_threads": c.num_warps * LANES,

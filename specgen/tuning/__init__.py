@@ -28,6 +28,7 @@ def candidates(
         "itemsize": geometry.itemsize,
         "aligned": aligned,
         "plain": geometry.plain,
+        "rows": min(32, max(16, next_power_of_two(geometry.group * (max_query_len or 1)))),
     }
     found = []
     for row in _rows()[family]:
