@@ -6,6 +6,7 @@ from pathlib import Path
 from specgen.artifact import Artifact
 from specgen.expand import Expansion, Use, decode_query_lens
 from specgen.load import Loaded
+from specgen.runtime.arguments import ROLES
 from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
 from specgen.spec import Spec
 
@@ -14,7 +15,7 @@ RUNTIME = Path(__file__).parent / "runtime"
 _RUNTIME_SUFFIXES = (".py", ".c", ".h")
 _ALIGNED = {True: "every pointer and stride is aligned", False: "a pointer or stride is not aligned"}
 # The test template of each kernel family.
-_TESTS = {"decode": "attention", "prefill": "attention", "append_kv": "append_kv", "merge_states": "merge_states"}
+_TESTS = {**dict.fromkeys(ROLES, "attention"), "append_kv": "append_kv", "merge_states": "merge_states"}
 
 
 @dataclass(frozen=True)
