@@ -116,7 +116,7 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
 
     function = getattr(_load(job, folder), job.symbol, None)
     if not isinstance(function, triton.JITFunction):
-        raise BuildError(f"the module defines no function {job.symbol} of @triton.jit or @gluon.jit")
+        raise BuildError(f"the module defines no @triton.jit or @gluon.jit function {job.symbol}")
     names = [name for name, _ in job.signature]
     if list(function.arg_names) != names:
         raise BuildError(

@@ -9,7 +9,7 @@ from specgen import __version__, decode_ws
 from specgen.artifact import Artifact
 from specgen.data_files import TEMPLATES
 from specgen.load import Loaded
-from specgen.variant import LOG2E, Geometry, Variant, next_power_of_two
+from specgen.variant import BOX_COLUMNS, GLUON_FAMILIES, LOG2E, Geometry, Variant, next_power_of_two
 
 
 @cache
@@ -50,10 +50,10 @@ def _common_view(variant: Variant) -> dict:
         "qk_dim": g.qk_dim,
         "v_dim": g.v_dim,
         "head_dims": str(g.qk_dim) if g.qk_dim == g.v_dim else f"{g.qk_dim} (v {g.v_dim})",
-        "block_qk": g.block_qk,
-        "block_v": g.block_v,
-        "qk_padded": g.block_qk != g.qk_dim,
-        "v_padded": g.block_v != g.v_dim,
+        "block_qk": variant.block_qk,
+        "block_v": variant.block_v,
+        "qk_padded": variant.block_qk != g.qk_dim,
+        "v_padded": variant.block_v != g.v_dim,
         "dtype": g.dtype,
         "page_size": g.page_size,
         "scale": repr(g.scale),
@@ -93,9 +93,34 @@ def _common_view(variant: Variant) -> dict:
         "aligned": variant.aligned,
         "alignment": g.alignment,
         "strided": variant.family != "merge_states",
+        "vector_plan": variant.family not in GLUON_FAMILIES,
         "block_seqs": next_power_of_two(variant.max_seqs),
         "max_query_len": variant.max_query_len,
         "min_query_len": (variant.max_query_len or 0) + 1,
+        **(_warp_specialized_view(variant) if variant.family == "prefill_ws" else {}),
+    }
+
+
+def _warp_specialized_view(variant: Variant) -> dict:
+    """What the warp-specialized prefill template needs besides."""
+    g, c = variant.geometry, variant.config
+    return {
+        "total_warps": 12,
+        "maxnreg": dict(c.options)["maxnreg"],
+        "consumer_registers": variant.consumer_registers,
+        "loader_registers": variant.loader_registers,
+        "query_slots": variant.query_slots,
+        "several_queries": variant.query_slots > 1,
+        "narrow_weights": variant.narrow_weights,
+        "overlap_items": variant.query_slots > 1 and not variant.narrow_weights,
+        "packed_heads": variant.packed_heads,
+        "block_tokens": c.block_m // variant.packed_heads,
+        "ws_head_blocks": g.query_heads // variant.packed_heads,
+        "box_columns": BOX_COLUMNS,
+        "keys_box": variant.keys_box,
+        "split_keys": variant.keys_box < c.tile_n,
+        "loader_boxes": max(c.tile_n // variant.keys_box // 2, 1),
+        "consumer_rows": c.block_m // 2,
     }
 
 

@@ -198,6 +198,40 @@ class Variant:
         return min(self.geometry.group & -self.geometry.group, 16)
 
     @property
+    def block_qk(self) -> int:
+        """Columns of a tile of queries or keys: the geometry's, but whole boxes where boxes are copied."""
+        return max(self.geometry.block_qk, self._box_columns)
+
+    @property
+    def block_v(self) -> int:
+        """Columns of a tile of values."""
+        return max(self.geometry.block_v, self._box_columns)
+
+    @property
+    def _box_columns(self) -> int:
+        return BOX_COLUMNS if self.family in GLUON_FAMILIES else 0
+
+    @property
+    def query_slots(self) -> int:
+        """Query tiles in flight of prefill_ws: wider ones leave room for one."""
+        return 2 if self.block_qk <= 128 else 1
+
+    @property
+    def narrow_weights(self) -> bool:
+        """Whether prefill_ws turns weights into the dtype at once: its accumulators leave no registers for float32 ones."""
+        return self.block_v > 128
+
+    @property
+    def loader_registers(self) -> int:
+        """Registers of a thread of the 4 warps of prefill_ws that load: enough, or where accumulators are wide the least there is."""
+        return 40 if self.block_v <= 64 else 24
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a thread of the 8 warps that compute: what the loaders leave of `maxnreg` for each of the 12."""
+        return (12 * dict(self.config.options)["maxnreg"] - 4 * self.loader_registers) // 8
+
+    @property
     def keys_box(self) -> int:
         """Keys that one copy moves: a page, or where pages are larger a tile, in decode_ws a unit of the split."""
         most = self.tunable("unit", DECODE_UNIT) if self.family == "decode_ws" else self.config.tile_n
