@@ -24,16 +24,6 @@ class Shape:
     variant: Variant
 
     @property
-    def block_qk(self) -> int:
-        """qk_dim rounded up to panels; what is past the head arrives as zeros."""
-        return max(BOX_COLUMNS, next_power_of_two(self.variant.geometry.qk_dim))
-
-    @property
-    def block_v(self) -> int:
-        """v_dim rounded up to panels."""
-        return sizes.decode_ws_columns(self.variant.geometry.v_dim)
-
-    @property
     def heads(self) -> int:
         """Key/value heads that a program attends to at once: one, its keys divided among the warps, or one a part."""
         return self.variant.heads_box
@@ -88,7 +78,7 @@ class Shape:
     @property
     def row_lanes(self) -> int:
         """Lanes along the rows of a state, each thread holding 4 elements of a row; the others lie along the head."""
-        return max(1, LANES * 4 // self.block_v)
+        return max(1, LANES * 4 // self.variant.block_v)
 
     @property
     def join_warps(self) -> int:
@@ -103,9 +93,9 @@ class Shape:
     @property
     def partials_at_once(self) -> int:
         """Partial states that the merging program loads at once: 128 registers a thread where there are as many, else 64."""
-        roomy = self.variant.tunable("maxnreg", 0) >= 160 and self.row_warps == 1 and self.block_v < 256
+        roomy = self.variant.tunable("maxnreg", 0) >= 160 and self.row_warps == 1 and self.variant.block_v < 256
         elements = self.variant.config.num_warps * LANES * (128 if roomy else 64)
-        return max(1, min(sizes.MERGE_GROUP, elements // (self.state_rows * self.block_v)))
+        return max(1, min(sizes.MERGE_GROUP, elements // (self.state_rows * self.variant.block_v)))
 
     @property
     def plan_seqs(self) -> int:
@@ -121,8 +111,8 @@ class Shape:
     def shared_bytes(self) -> int:
         """Bytes of shared memory, at most: the ring of tiles, what joining warps pass through, barriers."""
         g, c = self.variant.geometry, self.variant.config
-        ring = c.num_stages * self.tile_rows * (self.block_qk + self.block_v) * g.itemsize
-        join = self.parts * self.join_rows * self.block_v * 4 if self.heads == 1 else 0
+        ring = c.num_stages * self.tile_rows * (self.variant.block_qk + self.variant.block_v) * g.itemsize
+        join = self.parts * self.join_rows * self.variant.block_v * 4 if self.heads == 1 else 0
         return ring + join + 2048
 
     def view(self) -> dict:
@@ -132,9 +122,8 @@ class Shape:
         causal_rows = g.mask == "causal" and many_rows
         edge_rows = (g.sliding_window is not None or g.chunk is not None) and many_rows
         return {
-            "block_qk": self.block_qk,
-            "block_v": self.block_v,
-            "v_padded": self.block_v != g.v_dim,
+            "total_warps": c.num_warps + 4,
+            "vector_plan": True,
             "block_seqs": self.plan_seqs,
             "seqs_per_lane": self.plan_seqs // LANES,
             "heads": self.heads,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files",
+    "noun": "__init__ errors dtypes fields explanations document target spec variant decode_ws artifact binary data_files",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
@@ -29,12 +29,13 @@ LAYERS = {
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
 EXTRA = {
     "variant": "runtime.arguments runtime.sizes runtime.tensor_maps",  # signature, tile sizes: one statement for kernel and launch
+    "decode_ws": "runtime.sizes",  # what a partial state is: one statement for kernel and scratch
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
     "expand": "rules tuning",  # enumerating asks what is preferred and what is legal
-    "plan": "expand load runtime.table",  # an Expansion and a Loaded are its input; rows are what the package reads
+    "plan": "expand load runtime.arguments runtime.table",  # an Expansion and a Loaded are its input; rows and roles are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
     "resources": "loops toolchain",
