@@ -13,6 +13,7 @@ from specgen.expand import Expansion, Use, expand
 from specgen.load import Loaded, load
 from specgen.pipeline import refuse_illegal
 from specgen.plan import Rows, dispatch_rows, package_name, plan
+from specgen.runtime.arguments import ROLES
 from specgen.runtime.table import AttentionRow
 from specgen.target import load_targets
 from specgen.variant import Variant
@@ -93,9 +94,9 @@ def _identity(variant: Variant) -> Iterator[str]:
     g, c = variant.geometry, variant.config
     tiles = f"padded to tiles of {g.block_qk} and {g.block_v}"
     yield f"  geometry        qk_dim {g.qk_dim}, v_dim {g.v_dim} ({tiles}), {g.dtype}, pages of {g.page_size}"
-    if variant.family in ("decode", "prefill"):
+    if role := ROLES.get(variant.family):
         yield f"                  {g.mask}, scale {g.scale!r}"
-        takes = "at most" if variant.family == "decode" else "more than"
+        takes = "at most" if role == "decode" else "more than"
         yield f"  takes           sequences of {takes} {variant.max_query_len} query rows"
     options = "".join(f", {name} {value}" for name, value in c.options)
     yield (

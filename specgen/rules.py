@@ -116,6 +116,7 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
         (g.kv_heads % shape.heads == 0, f"attends to {shape.heads} key/value heads at once, which do not divide {g.kv_heads}"),
         (shape.heads in decode_ws.HEADS, f"attends to {', '.join(map(str, decode_ws.HEADS))} heads at once, not {shape.heads}"),
         (shape.heads == 1 or c.tile_n == shape.unit, f"needs a tile of one box where heads are {shape.heads}, {shape.unit} keys"),
+        (variant.tunable("unit", 0) <= g.page_size, f"takes boxes from one page, of {g.page_size} keys, not {variant.tunable('unit', 0)}"),
         (c.tile_n % shape.unit == 0, f"needs tiles of whole boxes of {shape.unit} keys, not {c.tile_n}"),
         (shape.part_keys >= decode_ws.MATRIX_KEYS, f"needs {decode_ws.MATRIX_KEYS} keys a warp, tiles of {c.tile_n} give {shape.part_keys}"),
         (c.block_m % decode_ws.MATRIX_ROWS == 0, f"needs row blocks of a multiple of {decode_ws.MATRIX_ROWS}, not {c.block_m}"),

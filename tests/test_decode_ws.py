@@ -252,6 +252,7 @@ def test_copies_that_leave_l2_first():
         ({"qk_dim": 512, "v_dim": 512}, NARROW, 1, "heads of up to 256"),
         ({"alibi": True}, NARROW, 1, "neither ALiBi nor prefix ranges"),
         ({"kv_heads": 2}, replace(NARROW, tile_n=16, options=(("heads", 4), ("maxnreg", 128))), 1, "which do not divide 2"),
+        ({}, boxes_of(64), 1, "takes boxes from one page, of 16 keys, not 64"),
         ({}, replace(NARROW, num_warps=8), 1, "needs 4 warps here, not 8"),
         ({}, replace(NARROW, tile_n=32), 1, "needs 16 keys a warp, tiles of 32 give 8"),
         ({}, replace(NARROW, num_stages=8), 1, "bytes of shared memory per block, h200 has"),

@@ -43,7 +43,7 @@ EXTRA = {
     "aot_worker": "resources toolchain",
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
-    "provenance": "pipeline runtime.table",
+    "provenance": "pipeline runtime.arguments runtime.table",
     "cli": "pipeline provenance hf cache",  # init is one verb; the cache is made where its warning is printed
     "__main__": "cli",
 }

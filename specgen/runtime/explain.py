@@ -180,10 +180,14 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
     tile = variant.get("tile_n") or 0
     role = ROLES.get(variant["family"])
     if role == "decode" and tile:
-        items = seqs * geometry.kv_heads * -(-keys // tile)
+        parts, heads, of = "tiles", geometry.kv_heads, "kv heads"
+        if variant.get("tensor_maps"):  # what is split is what one copy moves
+            _, at_once, tile, _ = variant["tensor_maps"][0]["box"]
+            parts, heads, of = "units", heads // at_once, of if at_once == 1 else f"groups of {at_once} kv heads"
+        items = seqs * heads * -(-keys // tile)
         return (
-            f"programs share at most {items} key tiles ({seqs} sequences x {geometry.kv_heads} kv heads x "
-            f"{-(-keys // tile)} tiles of {tile} keys), about {-(-items // grid)} each; "
+            f"programs share at most {items} key {parts} ({seqs} sequences x {heads} {of} x "
+            f"{-(-keys // tile)} {parts} of {tile} keys), about {-(-items // grid)} each; "
             "parts of one sequence and head are merged by the last"
         )
     if role == "prefill" and per_block:

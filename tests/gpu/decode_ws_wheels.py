@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specgen import pipeline
 from specgen.cache import Cache
-from specgen.expand import Expansion, Use, expand
+from specgen.expand import Expansion, expand
 from specgen.rules import why_not
 from specgen.tuning import candidates
 from specgen.variant import Config, Variant
@@ -35,8 +35,9 @@ WHEELS = {
     "ws_bf16_p256_hnd": ("bfloat16", 256, "HND", 4, {name: HEADS[name] for name in ("llama", "mqa", "wide")}),
     "ws_features": ("bfloat16", 16, "NHD", 3, FEATURES),
 }
-TIMED = "ws_bf16_p16"  # its configurations come with and without the L2 hint
-# Tried beside those of configs.yaml, where legal: more heads at once, deeper rings, whole pages in a box.
+# Of this one every legal configuration is built, with and without the L2 hint; of the others the first of each kind of box.
+TIMED = "ws_bf16_p16"
+# Tried beside those of configs.yaml: more heads at once, deeper rings, more keys in a box.
 MORE = (
     Config(16, 16, 4, 3, 2, (("heads", 4), ("maxnreg", 128)), "tried: a head a warp, deeper"),
     Config(16, 16, 4, 4, 1, (("heads", 4), ("maxnreg", 168)), "tried: a head a warp, one program a multiprocessor"),
@@ -62,28 +63,32 @@ def spec_text(name: str) -> str:
     )
 
 
-def configurations(variant: Variant, target, hints: tuple) -> list[Config]:
-    """Those to try, each with every one of `hints`."""
-    known = candidates("decode_ws", variant.geometry, target, True, variant.max_query_len)
-    return [
-        replace(config, options=tuple(sorted((*hint, *config.options)))) for config in (*known, *MORE) for hint in hints
-    ]
+def legal(plain: Variant, target, spec) -> list[Variant]:
+    """decode_ws in the place of a plain specialization, the preferred configuration first."""
+    known = candidates("decode_ws", plain.geometry, target, True, plain.max_query_len)
+    found = [replace(plain, family="decode_ws", config=config) for config in (*known, *MORE)]
+    return [variant for variant in found if why_not(variant, target, spec.limits) is None]
+
+
+def hinted(variant: Variant) -> Variant:
+    """The same with the L2 hint."""
+    options = tuple(sorted((("evict_first", 1), *variant.config.options)))
+    return replace(variant, config=replace(variant.config, options=options))
 
 
 def with_decode_ws(spec, targets, over_budget=None) -> Expansion:
     """What a build expands, and decode_ws for each decode specialization of aligned tensors."""
     found = expand(spec, targets, over_budget)
-    uses = list(found.uses)
+    target, uses = targets[spec.targets[0]], list(found.uses)
     for use in found.uses:
         if use.variant.family != "decode" or not use.variant.aligned:
             continue
-        target = targets[spec.targets[0]]
-        hints = ((), (("evict_first", 1),)) if spec.name == TIMED else ((),)
-        for config in configurations(use.variant, target, hints):
-            variant = replace(use.variant, family="decode_ws", config=config)
-            refused = (variant.symbol, use.arch) in (over_budget or {})
-            if not refused and why_not(variant, target, spec.limits) is None:
-                uses.append(Use(use.arch, use.layer, use.degree, variant))
+        variants = [v for v in legal(use.variant, target, spec) if (v.symbol, use.arch) not in (over_budget or {})]
+        if spec.name == TIMED:
+            variants += [v for v in map(hinted, variants) if (v.symbol, use.arch) not in (over_budget or {})]
+        else:
+            variants = list({(v.heads_box, v.keys_box, v.config.block_m): v for v in reversed(variants)}.values())
+        uses += [replace(use, variant=variant) for variant in variants]
     return Expansion(tuple(dict.fromkeys(uses)), found.rejections)
 
 
