@@ -119,6 +119,7 @@ def job_key(job: CompileJob) -> str:
             "source": job.source,
             "signature": job.signature,
             "divisibility": job.divisibility,
+            "parameters": job.parameters,
             "num_warps": job.num_warps,
             "num_stages": job.num_stages,
             "options": sorted(job.options),

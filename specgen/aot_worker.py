@@ -4,6 +4,7 @@ Started by `aot` with a private folder; everything that it or Triton writes stay
 files on an error) goes to the log, standard error, where the reason of a failure is looked for.
 """
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -84,12 +85,14 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     nvidia = is_nvidia(job.arch)
     target = (
         GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32) if nvidia else GPUTarget("hip", job.arch, 64)
     )
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **dict(job.options)}
+    evict_first = options.pop("evict_first", 0)
     unknown = options.keys() - type(make_backend(target).parse_options({})).__dataclass_fields__.keys()
     if unknown:
         raise BuildError(
@@ -98,7 +101,7 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
 
     function = getattr(_load(job, folder), job.symbol, None)
     if not isinstance(function, triton.JITFunction):
-        raise BuildError(f"the module defines no @triton.jit function {job.symbol}")
+        raise BuildError(f"the module defines no @triton.jit or @gluon.jit function {job.symbol}")
     names = [name for name, _ in job.signature]
     if list(function.arg_names) != names:
         raise BuildError(
@@ -106,11 +109,14 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
         )
 
     attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in job.divisibility}
-    source = ASTSource(function, dict(job.signature), constexprs={}, attrs=attributes)
-    compiled = triton.compile(source, target=target, options=options)
+    kind = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    source = kind(function, dict(job.signature), constexprs={}, attrs=attributes)
+    with _copies_evict_first() if evict_first else contextlib.nullcontext():
+        compiled = triton.compile(source, target=target, options=options)
     metadata = compiled.metadata
     data = compiled.asm["cubin" if nvidia else "hsaco"]
     if nvidia:
+        _check_parameters(job, compiled.asm["ptx"])
         usage = resources.read_cubin(data, metadata.name)
     else:
         usage = resources.read_hsaco(data, metadata.name, compiled.asm["amdgcn"])
@@ -134,6 +140,47 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
         + (metadata.profile_scratch_size or 0),
         assembler=assembler(job.arch),
     )
+
+
+# What createpolicy.fractional.L2::evict_first gives for the whole of an access.
+_EVICT_FIRST = 0x12F0000000000000
+_TENSOR_COPY = re.compile(r"(@%p\d+ cp\.async\.bulk\.tensor\.\S+complete_tx::bytes) ([^;]*);")
+
+
+@contextlib.contextmanager
+def _copies_evict_first():
+    """Within it, copies by tensor map are compiled to leave L2 first: PTX has a place for that, Gluon has none."""
+    from triton import knobs
+
+    def rewrite(ptx: str) -> str:
+        hinted = rf"{{ .reg .b64 policy; mov.b64 policy, {_EVICT_FIRST}; \1.L2::cache_hint \2, policy; }}"
+        ptx, copies = _TENSOR_COPY.subn(hinted, ptx)
+        if not copies:
+            raise BuildError("option evict_first: the kernel has no copy by tensor map")
+        return ptx
+
+    def hook(backend=None, stages=None, *_):
+        if stages is None:  # Triton asks what to add to its cache's key
+            return "evict_first", "evict_first"
+        assemble = stages["cubin"]
+        stages["cubin"] = lambda ptx, metadata: assemble(rewrite(ptx), metadata)
+
+    before, knobs.runtime.add_stages_inspection_hook = knobs.runtime.add_stages_inspection_hook, hook
+    try:
+        yield
+    finally:
+        knobs.runtime.add_stages_inspection_hook = before
+
+
+def _check_parameters(job: CompileJob, ptx: str) -> None:
+    """BuildError unless the compiled kernel takes the parameters that the launcher will pass: a matter of Triton's version."""
+    entry = ptx[ptx.index(".entry") :]
+    taken = tuple(
+        int(count) if count else int(bits) // 8
+        for bits, count in re.findall(r"\.param\b.*\.[bus](8|16|32|64)\b[^\[\n,)]*(?:\[(\d+)\])?", entry[: entry.index(")")])
+    )
+    if job.parameters and taken != job.parameters:
+        raise BuildError(f"the kernel takes parameters of {taken} bytes, the launcher passes {job.parameters}")
 
 
 def _load(job: CompileJob, folder: Path) -> ModuleType:

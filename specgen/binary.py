@@ -9,9 +9,12 @@ class CompileJob:
     """One kernel for one architecture.
 
     `source` is the text of a module that defines the `@triton.jit` function `symbol`; `signature` its
-    arguments in order as (name, Triton type), such as ("q_ptr", "*bf16") or ("num_seqs", "i32");
-    `divisibility` promises (argument index, divisor). `options` are further compiler options of the vendor,
-    such as ("waves_per_eu", 2) or ("maxnreg", 128). `shared_limit` is the shared memory in bytes that one
+    arguments in order as (name, Triton type), such as ("q_ptr", "*bf16"), ("num_seqs", "i32") or, where the
+    function is Gluon's, ("k_map", "tensordesc<...>");
+    `divisibility` promises (argument index, divisor). `parameters` are the bytes of each parameter that the
+    launcher will pass, in order; empty: not checked. `options` are further compiler options of the vendor,
+    such as ("waves_per_eu", 2) or ("maxnreg", 128); ("evict_first", 1) is not Triton's: copies by tensor map leave L2 first.
+    `shared_limit` is the shared memory in bytes that one
     block may use on the smallest of the GPUs `targets` (ids, used in messages).
     """
 
@@ -20,6 +23,7 @@ class CompileJob:
     source: str
     signature: tuple[tuple[str, str], ...]
     divisibility: tuple[tuple[int, int], ...] = ()
+    parameters: tuple[int, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
     options: tuple[tuple[str, int | str | bool], ...] = ()

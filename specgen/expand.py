@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 
 from specgen.errors import BuildError
 from specgen.rules import why_not
+from specgen.runtime.arguments import ROLES
 from specgen.spec import AttentionSpec, Spec
 from specgen.target import Target
 from specgen.tuning import candidates
 from specgen.tuning.choose import Choice, Decision, choose
 from specgen.tuning.records import Launch, Measurement, Schedule, attention_part
 from specgen.tuning.tree import leaves, replace_leaves
-from specgen.variant import PAGED, Geometry, Variant
+from specgen.variant import GLUON_FAMILIES, Geometry, Variant
 
 
 # Alignment guards of the families beside paged attention: the runtime copies misaligned states instead of merging them slowly.
@@ -70,11 +71,16 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Expansion:
-    """uses in spec order; variants unique, by symbol; rejections of configurations that were preferred to the chosen."""
+    """uses in spec order; variants unique, by symbol; rejections of configurations that were preferred to the chosen.
+
+    stand_ins: symbol of a kernel that ships as a binary alone -> that of the plain-Triton one that serves in its place where
+    kernels are compiled just in time or interpreted.
+    """
 
     uses: tuple[Use, ...]
     dispatch: tuple[Dispatch, ...]
     rejections: tuple[Rejection, ...]
+    stand_ins: dict[str, str]
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -151,6 +157,7 @@ def expand(
     uses: list[Use] = []
     dispatch: list[Dispatch] = []
     rejections: dict[Rejection, None] = {}
+    stand_ins: dict[str, str] = {}
     for arch, arch_targets in by_arch.items():
         for entry in spec.attention:
             for degree in spec.tensor_parallel:
@@ -161,10 +168,14 @@ def expand(
                     tree, choice = site.attention(aligned, measurements)
                     dispatch.append(Dispatch(arch, entry.name, degree, aligned, tree, choice))
                     routed = [variant for route in leaves(tree) for variant in route.variants]
+                    for variant in [v for v in routed if v.family in GLUON_FAMILIES]:
+                        plain = site.variant(ROLES[variant.family], aligned, variant.max_query_len)
+                        stand_ins[variant.symbol] = plain.symbol
+                        routed.append(plain)
                     uses += [Use(arch, entry.name, degree, variant) for variant in dict.fromkeys(routed)]
                 others = [site.variant(family, aligned) for family in _GUARDS for aligned in _GUARDS[family]]
                 uses += [Use(arch, entry.name, degree, variant) for variant in others]
-    return Expansion(tuple(uses), tuple(dispatch), tuple(rejections))
+    return Expansion(tuple(uses), tuple(dispatch), tuple(rejections), stand_ins)
 
 
 @dataclass(frozen=True)
@@ -207,7 +218,7 @@ class _Site:
     def unfit(self, schedule: Schedule, aligned: bool) -> str | None:
         """Why a measured schedule cannot be used here, or None."""
         for launch in schedule.launches:
-            if launch.family not in PAGED:
+            if launch.family not in ROLES:
                 return f"{launch.family} reads no paged cache"
             for _, reason in self.refusals(self.launched(launch, schedule, aligned)):
                 return reason

@@ -198,31 +198,52 @@ def _blocks(instructions: list[Instruction]) -> tuple[list[range], list[list[int
         if last.falls_through and n + 1 < len(blocks):
             nexts.append(n + 1)
         successors.append(nexts)
-    entered = {0, *(following for nexts in successors for following in nexts)}
-    for n, block in enumerate(blocks):
-        if instructions[block[-1]].indirect:  # to any block that nothing else leads to
-            successors[n] += [other for other in range(len(blocks)) if other not in entered]
+    jumps = [n for n, block in enumerate(blocks) if instructions[block[-1]].indirect]
+    for target in _unentered(successors) if jumps else ():
+        for n in jumps:
+            successors[n].append(target)
     return blocks, successors
+
+
+def _unentered(successors: list[list[int]]) -> list[int]:
+    """Where a jump to an address in a register may lead: blocks that nothing else leads to.
+
+    Such a block may begin a loop and so lead to itself, as the partitions of a warp-specialized kernel do: then it is the
+    first in memory of those that are not reached.
+    """
+    entered = {0, *(following for nexts in successors for following in nexts)}
+    found = [block for block in range(len(successors)) if block not in entered]
+    reached = _reached(successors, [0, *found])
+    for block in range(len(successors)):
+        if block not in reached:
+            found.append(block)
+            reached |= _reached(successors, [block])
+    return found
+
+
+def _reached(successors: list[list[int]], entries: list[int]) -> set[int]:
+    reached: set[int] = set()
+    waiting = list(entries)
+    while waiting:
+        block = waiting.pop()
+        if block not in reached:
+            reached.add(block)
+            waiting.extend(successors[block])
+    return reached
 
 
 def _dominators(successors: list[list[int]], predecessors: list[list[int]]) -> list[set[int]]:
     """Dominators of each block; empty for blocks that the entry does not reach."""
-    reached: dict[int, None] = {0: None}
-    waiting = [0]
-    while waiting:
-        for following in successors[waiting.pop()]:
-            if following not in reached:
-                reached[following] = None
-                waiting.append(following)
+    reached = sorted(_reached(successors, [0]))
     everything = set(reached)
-    dominators = [set(everything) if block in reached else set() for block in range(len(successors))]
+    dominators = [set(everything) if block in everything else set() for block in range(len(successors))]
     dominators[0] = {0}
     changed = True
     while changed:
         changed = False
         for block in reached:
             if block:
-                sources = [dominators[p] for p in predecessors[block] if p in reached]
+                sources = [dominators[p] for p in predecessors[block] if p in everything]
                 found = set.intersection(*sources) | {block}
                 if found != dominators[block]:
                     dominators[block] = found

@@ -51,7 +51,7 @@ def manifest(
         "over_budget": [
             {"symbol": symbol, "arch": arch, "reason": reason} for (symbol, arch), reason in sorted(over_budget.items())
         ],
-        "variants": {symbol: _variant(variant, binaries) for symbol, variant in expansion.variants.items()},
+        "variants": {symbol: _variant(variant, binaries, expansion.stand_ins) for symbol, variant in expansion.variants.items()},
     }
 
 
@@ -109,7 +109,7 @@ def _target(target: Target) -> dict:
     }
 
 
-def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
+def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary], stand_ins: Mapping[str, str]) -> dict:
     g, c = variant.geometry, variant.config
     return {
         "family": variant.family,
@@ -139,6 +139,8 @@ def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
         "options": dict(c.options),
         "aligned": variant.aligned,
         "alignment": g.alignment if variant.aligned else g.itemsize,
+        "stand_in": stand_ins.get(variant.symbol),
+        "tensor_maps": [each._asdict() for each in variant.tensor_maps],
         "tuning": c.origin,
         "binaries": {
             arch: {

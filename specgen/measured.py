@@ -9,12 +9,13 @@ from specgen.expand import geometries
 from specgen.load import Loaded
 from specgen.plan import kernel_artifact
 from specgen.render import render
+from specgen.runtime.arguments import ROLES
 from specgen.toolchain import triton_version
 from specgen.tuning import jsonl
 from specgen.tuning.current import Stale, usable
 from specgen.tuning.records import Launch, Measurement, Schedule, Setting, kernel_digest
 from specgen.tuning.shipped import shipped
-from specgen.variant import PAGED, Variant
+from specgen.variant import Variant
 
 
 def beside(spec: Path) -> Path:
@@ -44,7 +45,7 @@ def current(loaded: Loaded, measurements: Iterable[Measurement]) -> tuple[list[M
 
 def _digest(loaded: Loaded, setting: Setting, schedule: Schedule, launch: Launch) -> str:
     """The digest of a kernel as it would be generated now; "" where no template makes one any more."""
-    rows = schedule.max_query_len if launch.family in PAGED else None
+    rows = schedule.max_query_len if launch.family in ROLES else None
     variant = Variant(launch.family, setting.geometry, launch.config, setting.aligned, setting.max_seqs, rows)
     try:
         return kernel_digest(render(kernel_artifact(variant), loaded).content.decode())

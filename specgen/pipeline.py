@@ -117,9 +117,10 @@ def jobs(generated: Generated) -> list[CompileJob]:
                     source=source,
                     signature=variant.signature,
                     divisibility=variant.divisibility,
+                    parameters=variant.parameter_bytes,
                     num_warps=variant.config.num_warps,
                     num_stages=variant.config.num_stages,
-                    options=variant.config.options,
+                    options=variant.compiler_options,
                     shared_limit=min(target.shared_memory_per_block for target in of_arch),
                     targets=tuple(target.id for target in of_arch),
                 )

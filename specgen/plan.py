@@ -7,6 +7,7 @@ from pathlib import Path
 from specgen.artifact import Artifact
 from specgen.expand import Expansion, Use
 from specgen.load import Loaded
+from specgen.runtime.arguments import ROLES
 from specgen.runtime.table import EVERY, AppendRow, AttentionRow, MergeRow, VarlenRow
 from specgen.spec import Spec
 from specgen.tuning.tree import Split, boxes, domain
@@ -14,12 +15,11 @@ from specgen.variant import Variant
 
 RUNTIME = Path(__file__).parent / "runtime"
 # What reaches the package besides Python: the launcher's source, for a host that has to build its own.
-_RUNTIME_SUFFIXES = (".py", ".c")
+_RUNTIME_SUFFIXES = (".py", ".c", ".h")
 _ALIGNED = {True: "every pointer and stride is aligned", False: "a pointer or stride is not aligned"}
 # The test template of each kernel family.
 _TESTS = {
-    "decode": "attention",
-    "prefill": "attention",
+    **dict.fromkeys(ROLES, "attention"),
     "varlen": "attention_varlen",
     "append_kv": "append_kv",
     "merge_states": "merge_states",

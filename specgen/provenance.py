@@ -13,9 +13,10 @@ from specgen.expand import Expansion, Use, expand
 from specgen.load import Loaded, load
 from specgen.pipeline import refuse_illegal
 from specgen.plan import Rows, dispatch_rows, package_name, plan
+from specgen.runtime.arguments import ROLES
 from specgen.runtime.table import AttentionRow, VarlenRow
 from specgen.target import load_targets
-from specgen.variant import Variant
+from specgen.variant import ATTENTION_FAMILIES, Variant
 
 
 def explain(symbol: str, specs: Sequence[Path] | None = None) -> str:
@@ -91,13 +92,13 @@ def _origin(loaded: Loaded, layer: str, uses: list[Use]) -> Iterator[str]:
 
 def _identity(variant: Variant) -> Iterator[str]:
     g, c = variant.geometry, variant.config
-    tiles = f"in tiles of {' + '.join(map(str, g.qk_tiles))} and {' + '.join(map(str, g.v_tiles))}"
+    tiles = f"in tiles of {' + '.join(map(str, variant.qk_tiles))} and {' + '.join(map(str, variant.v_tiles))}"
     pages = "" if variant.family in ("varlen", "merge_states") else f", pages of {g.page_size}"
     yield f"  geometry        qk_dim {g.qk_dim}, v_dim {g.v_dim} ({tiles}), {g.dtype}{pages}"
-    if variant.family in ("decode", "prefill", "varlen"):
+    if variant.family in ATTENTION_FAMILIES:
         yield f"                  {g.mask}, scale {g.scale!r}"
-    if variant.family in ("decode", "prefill"):
-        takes = "at most" if variant.family == "decode" else "more than"
+    if role := ROLES.get(variant.family):
+        takes = "at most" if role == "decode" else "more than"
         yield f"  takes           sequences of {takes} {variant.max_query_len} query rows"
     options = "".join(f", {name} {value}" for name, value in c.options)
     yield (

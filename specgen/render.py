@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specgen import __version__
+from specgen import __version__, decode_ws
 from specgen.artifact import Artifact
 from specgen.data_files import TEMPLATES
 from specgen.load import Loaded
-from specgen.variant import LOG2E, Geometry, Variant, next_power_of_two
+from specgen.variant import BOX_COLUMNS, GLUON_FAMILIES, LOG2E, Geometry, Variant, next_power_of_two
 
 
 @cache
@@ -55,17 +55,15 @@ def _tile_text(tiles: tuple[int, ...], dim: str) -> str:
     return f"{dim} rounded up to a tile" if len(tiles) == 1 else f"the leading elements of {dim}: one tile"
 
 
-def _in_one_tile(dim: int) -> tuple[int, ...]:
-    """For kernels that only move elements: idle lanes cost nothing there."""
-    return (max(16, next_power_of_two(dim)),)
-
-
 def kernel_view(variant: Variant) -> dict:
     """The names that a kernel template may use, flat: numbers, identifiers and named booleans, never a condition to compute."""
+    view = _common_view(variant)
+    return view | decode_ws.Shape(variant).view() if variant.family == "decode_ws" else view
+
+
+def _common_view(variant: Variant) -> dict:
     g, c = variant.geometry, variant.config
-    in_parts = variant.family not in ("append_kv", "merge_states")
-    qk_tiles = g.qk_tiles if in_parts else _in_one_tile(g.qk_dim)
-    v_tiles = g.v_tiles if in_parts else _in_one_tile(g.v_dim)
+    qk_tiles, v_tiles = variant.qk_tiles, variant.v_tiles
     return {
         "symbol": variant.symbol,
         "family": variant.family,
@@ -84,6 +82,8 @@ def kernel_view(variant: Variant) -> dict:
         "v_tile_text": _tile_text(v_tiles, "V_DIM"),
         "v_parts": _parts(v_tiles, g.v_dim, "BLOCK_V"),
         "partial_v": "(BLOCK_V + BLOCK_V_TAIL)" if len(v_tiles) > 1 else "BLOCK_V",
+        "qk_padded": variant.block_qk != g.qk_dim,
+        "v_padded": variant.block_v != g.v_dim,
         "dtype": g.dtype,
         "page_size": g.page_size,
         "scale": repr(g.scale),
@@ -123,9 +123,34 @@ def kernel_view(variant: Variant) -> dict:
         "aligned": variant.aligned,
         "alignment": g.alignment,
         "strided": variant.family != "merge_states",
+        "vector_plan": variant.family not in GLUON_FAMILIES,
         "block_seqs": next_power_of_two(variant.max_seqs),
         "max_query_len": variant.max_query_len,
         "min_query_len": (variant.max_query_len or 0) + 1,
+        **(_warp_specialized_view(variant) if variant.family == "prefill_ws" else {}),
+    }
+
+
+def _warp_specialized_view(variant: Variant) -> dict:
+    """What the warp-specialized prefill template needs besides."""
+    g, c = variant.geometry, variant.config
+    return {
+        "total_warps": 12,
+        "maxnreg": dict(c.options)["maxnreg"],
+        "consumer_registers": variant.consumer_registers,
+        "loader_registers": variant.loader_registers,
+        "query_slots": variant.query_slots,
+        "several_queries": variant.query_slots > 1,
+        "narrow_weights": variant.narrow_weights,
+        "overlap_items": variant.query_slots > 1 and not variant.narrow_weights,
+        "packed_heads": variant.packed_heads,
+        "block_tokens": c.block_m // variant.packed_heads,
+        "ws_head_blocks": g.query_heads // variant.packed_heads,
+        "box_columns": BOX_COLUMNS,
+        "keys_box": variant.keys_box,
+        "split_keys": variant.keys_box < c.tile_n,
+        "loader_boxes": max(c.tile_n // variant.keys_box // 2, 1),
+        "consumer_rows": c.block_m // 2,
     }
 
 
@@ -148,10 +173,21 @@ def render(artifact: Artifact, loaded: Loaded) -> Artifact:
         return artifact
     context = dict(artifact.context)
     if variant := context.get("variant"):
-        arguments = variant.arguments
-        context["v"] = kernel_view(variant)
-        context["arguments"] = arguments
-        # Values that change from call to call must not make the JIT compile anew.
-        context["unspecialized"] = [a.name for a in arguments if a.kind != "pointer" and not a.aligned]
+        context |= _variant_context(variant)
     text = render_source(artifact.template, context, banner(loaded, artifact.template))
     return replace(artifact, content=text.encode())
+
+
+def kernel_source(variant: Variant) -> str:
+    """The unformatted module of one specialization, without a spec to name in its banner."""
+    return render_source(f"kernels/{variant.family}.py.jinja", _variant_context(variant), [])
+
+
+def _variant_context(variant: Variant) -> dict:
+    arguments = variant.arguments
+    return {
+        "v": kernel_view(variant),
+        "arguments": arguments,
+        # Values that change from call to call must not make the JIT compile anew.
+        "unspecialized": [a.name for a in arguments if a.kind in ("i32", "i64") and not a.aligned],
+    }

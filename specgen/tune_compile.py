@@ -215,7 +215,7 @@ def _parts(kernels: Iterable[_Kernel]) -> list[list[_Kernel]]:
 def _package(loaded: Loaded, kernels: Sequence[_Kernel], rest: Sequence[Artifact] = ()) -> pipeline.Generated:
     """A package of these kernels, each once; `rest`: its other files."""
     modules = {kernel.module.path: kernel.module for kernel in kernels}
-    expansion = Expansion(tuple(kernel.use for kernel in kernels), (), ())
+    expansion = Expansion(tuple(kernel.use for kernel in kernels), (), (), {})
     return pipeline.Generated(loaded, expansion, (*rest, *modules.values()), stale=0)
 
 

@@ -4,10 +4,18 @@ from dataclasses import dataclass, field
 
 from specgen.dtypes import DTYPES
 from specgen.runtime import sizes
-from specgen.runtime.arguments import ARGUMENTS, Argument, arguments
+from specgen.runtime.arguments import ARGUMENTS, ROLES, Argument, arguments
+from specgen.runtime.tensor_maps import TensorMap, parameters
 
 FAMILIES = tuple(ARGUMENTS)
-PAGED = ("decode", "prefill")  # families that read a paged cache: what `attention` launches
+ATTENTION_FAMILIES = (*ROLES, "varlen")
+# Written in Gluon, Triton's dialect of explicit layouts: compiled ahead of time alone, neither just in time nor interpreted.
+GLUON_FAMILIES = ("decode_ws", "prefill_ws")
+# Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
+BOX_COLUMNS = 64
+# Options that a template reads; the others are the compiler's. decode_ws: keys of a box, key/value heads of a program.
+TUNABLES = ("heads", "unit")
+DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
 
@@ -82,7 +90,7 @@ class Config:
     num_warps: int
     num_stages: int
     ctas_per_multiprocessor: int
-    options: tuple[tuple[str, int], ...] = ()  # compiler options of the vendor, such as waves_per_eu
+    options: tuple[tuple[str, int], ...] = ()  # TUNABLES, and compiler options of the vendor, such as waves_per_eu
     origin: str = field(default="", compare=False)  # two measurements may choose the same configuration
 
 
@@ -102,7 +110,7 @@ class Variant:
         """Name of module and function. Within a package (one max_seqs), equal names are equal code."""
         g, c = self.geometry, self.config
         parts = [self.family]
-        if self.family in ("decode", "prefill", "varlen"):
+        if self.family in ATTENTION_FAMILIES:
             paged = [] if self.family == "varlen" else [f"p{g.page_size}"]
             parts += [f"h{g.query_heads}x{g.kv_heads}", self._dims, *paged, DTYPES[g.dtype].short, g.mask]
             parts += self._features
@@ -161,7 +169,128 @@ class Variant:
         """(argument, Triton type) in launch order."""
         data = DTYPES[self.geometry.dtype].triton
         names = {"data": data, "bf16": "bf16", "f32": "fp32", "i32": "i32", "i64": "i64"}
-        return tuple((a.name, f"*{names[a.dtype]}" if a.kind == "pointer" else a.kind) for a in self.arguments)
+        types = {each.name: each.triton_type for each in self.tensor_maps}
+        types |= {a.name: f"*{names[a.dtype]}" for a in self.arguments if a.kind == "pointer"}
+        return tuple((a.name, types.get(a.name, a.kind)) for a in self.arguments)
+
+    @property
+    def tensor_maps(self) -> tuple[TensorMap, ...]:
+        """What the tensor maps of the kernel are made of, in the order of its arguments; () for a plain-Triton family.
+
+        A box is BOX_COLUMNS elements of every row that one copy moves: of one page for keys and values.
+        """
+        made = {
+            "q_map": self._map("q", ("num_tokens", self.geometry.query_heads, self.geometry.qk_dim), ("token", "head"), self.query_box),
+            "k_map": self._cache_map("k", self.geometry.qk_dim),
+            "v_map": self._cache_map("v", self.geometry.v_dim),
+        }
+        return tuple(made[argument.name] for argument in self.arguments if argument.kind == "tensor_map")
+
+    @property
+    def query_box(self) -> tuple[int, int]:
+        """(tokens, heads) of the query rows that one copy moves: half a row block, heads of one key/value head packed."""
+        heads = self.packed_heads
+        return max(self.config.block_m // 2 // heads, 1), heads
+
+    @property
+    def packed_heads(self) -> int:
+        """Query heads of one key/value head in a row block: the largest power of two that divides the group, at most 16."""
+        return min(self.geometry.group & -self.geometry.group, 16)
+
+    @property
+    def qk_tiles(self) -> tuple[int, ...]:
+        """Widths of the tiles that hold a head of queries or keys: one or two for plain matrix products, else one."""
+        return self._tiles(self.geometry.qk_tiles, self.geometry.qk_dim)
+
+    @property
+    def v_tiles(self) -> tuple[int, ...]:
+        """Widths of the tiles that hold a head of values."""
+        return self._tiles(self.geometry.v_tiles, self.geometry.v_dim)
+
+    def _tiles(self, parted: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Gluon's tiles hold whole boxes; where elements are only moved, idle lanes cost nothing."""
+        if self.family in ATTENTION_FAMILIES and self.family not in GLUON_FAMILIES:
+            return parted
+        return (max(sizes.MIN_TILE, self._box_columns, next_power_of_two(dim)),)
+
+    @property
+    def block_qk(self) -> int:
+        """Columns of a tile of queries or keys."""
+        return sum(self.qk_tiles)
+
+    @property
+    def block_v(self) -> int:
+        """Columns of a tile of values."""
+        return sum(self.v_tiles)
+
+    @property
+    def _box_columns(self) -> int:
+        return BOX_COLUMNS if self.family in GLUON_FAMILIES else 0
+
+    @property
+    def query_slots(self) -> int:
+        """Query tiles in flight of prefill_ws: wider ones leave room for one."""
+        return 2 if self.block_qk <= 128 else 1
+
+    @property
+    def narrow_weights(self) -> bool:
+        """Whether prefill_ws turns weights into the dtype at once: its accumulators leave no registers for float32 ones."""
+        return self.block_v > 128
+
+    @property
+    def loader_registers(self) -> int:
+        """Registers of a thread of the 4 warps of prefill_ws that load: enough, or where accumulators are wide the least there is."""
+        return 40 if self.block_v <= 64 else 24
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a thread of the 8 warps that compute: what the loaders leave of `maxnreg` for each of the 12."""
+        return (12 * dict(self.config.options)["maxnreg"] - 4 * self.loader_registers) // 8
+
+    @property
+    def keys_box(self) -> int:
+        """Keys that one copy moves: a page, or where pages are larger a tile, in decode_ws a unit of the split."""
+        most = self.tunable("unit", DECODE_UNIT) if self.family == "decode_ws" else self.config.tile_n
+        return min(self.geometry.page_size, most)
+
+    @property
+    def heads_box(self) -> int:
+        """Key/value heads that one copy moves."""
+        return self.tunable("heads", 1)
+
+    def tunable(self, name: str, default: int) -> int:
+        """An option of the configuration."""
+        return dict(self.config.options).get(name, default)
+
+    @property
+    def compiler_options(self) -> tuple[tuple[str, int], ...]:
+        """The options that are the compiler's."""
+        return tuple(option for option in self.config.options if option[0] not in TUNABLES)
+
+    def _cache_map(self, operand: str, dim: int) -> TensorMap:
+        pages, slots, heads = "num_pages", self.geometry.page_size, self.geometry.kv_heads
+        if self.family == "decode_ws":  # keys of one head after those of another: a box of several has a part for each
+            return self._map(
+                operand, (pages, heads, slots, dim), ("page", "head", "slot"), (1, self.heads_box, self.keys_box)
+            )
+        return self._map(operand, (pages, slots, heads, dim), ("page", "slot", "head"), (1, self.keys_box, 1))
+
+    def _map(self, operand: str, extents: tuple, strides: tuple, box: tuple) -> TensorMap:
+        tensor = "q" if operand == "q" else f"{operand}_cache"
+        return TensorMap(
+            name=f"{operand}_map",
+            tensor=f"{tensor}_ptr",
+            dtype=self.geometry.dtype,
+            extents=extents,
+            strides=tuple(f"{tensor}_stride_{dim}" for dim in strides),
+            box=(*box, BOX_COLUMNS),
+            swizzle=BOX_COLUMNS * 2,
+        )
+
+    @property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """Bytes of each parameter of the compiled kernel, in the order in which the launcher passes them."""
+        return tuple(size for _, size in parameters(self.arguments, self.tensor_maps))
 
     @property
     def divisibility(self) -> tuple[tuple[int, int], ...]:

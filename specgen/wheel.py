@@ -63,13 +63,13 @@ def build_launcher(
     cache: Cache | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Launcher | None:
-    """Compiles `_launch.c` in `runtime_dir` with $CC (default `cc`) against the limited API of Python 3.11.
+    """Compiles `_launch.c` and its headers in `runtime_dir` with $CC (default `cc`) against the limited API of Python 3.11.
 
     Returns None, after one call of `warn`, where there is no compiler, no Python.h, or no Linux: the package
     then launches through ctypes. Raises BuildError, with the compiler's first error line, if the source does
     not compile.
     """
-    source = (runtime_dir / "_launch.c").read_bytes()
+    sources = {path.name: path.read_text(encoding="utf-8") for path in sorted(runtime_dir.glob("_*.[ch]"))}
     command = shlex.split(os.environ.get("CC") or "cc")
     include = sysconfig.get_path("include")
     reason = _why_no_launcher(command, include)
@@ -85,7 +85,7 @@ def build_launcher(
     key = cache_key(
         {
             "kind": "launcher",
-            "source": source.decode(),
+            "sources": sources,
             "compiler": compiler,
             "command": command,
             "flags": _LAUNCHER_FLAGS,
@@ -97,7 +97,8 @@ def build_launcher(
     if entry is not None:
         return Launcher(entry[1], compiler)
     with tempfile.TemporaryDirectory(prefix="specgen-launcher-") as folder:
-        Path(folder, "_launch.c").write_bytes(source)
+        for name, source in sources.items():
+            Path(folder, name).write_text(source, encoding="utf-8")
         done = subprocess.run(
             [*command, *_LAUNCHER_FLAGS, f"-I{include}", "_launch.c", "-o", LAUNCHER_FILE],
             cwd=folder,

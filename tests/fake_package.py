@@ -7,7 +7,7 @@ import json
 import torch
 
 from specgen.runtime import reference
-from specgen.runtime.arguments import variant_arguments
+from specgen.runtime.arguments import variant_call_arguments
 from specgen.runtime.errors import CaptureError
 from specgen.runtime.package import Package
 from specgen.runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
@@ -156,7 +156,7 @@ class FakeDevice:
             raise CaptureError(f"{symbol} is not loaded: call warmup() before the capture")
         self.loaded.append(symbol)
         variant = self.variants[symbol]
-        names = [argument.name for argument in variant_arguments(variant)]
+        names = [argument.name for argument in variant_call_arguments(variant)]
 
         def run(grid, stream, *args):
             assert len(args) == len(names)
@@ -166,6 +166,9 @@ class FakeDevice:
                 getattr(self, "run_" + variant["family"])(variant, given)
 
         return run
+
+    def serving(self, symbol):
+        return symbol
 
     def load_all(self):
         for symbol in self.variants:

@@ -203,7 +203,7 @@ def test_every_failure_is_named_and_a_dead_worker_does_not_hang():
     assert "has no option maxnregs for sm_80" in said["bad_option"]
     assert said["bad_syntax"] == "bad_syntax for sm_80: line 1: invalid syntax"
     assert "No module named 'no_such_module'" in said["bad_import"]
-    assert said["absent"].endswith("defines no @triton.jit function absent")
+    assert said["absent"].endswith("defines no @triton.jit or @gluon.jit function absent")
     assert said["killed"] == "killed for sm_80: the compiler process was killed by SIGKILL"
     assert "was killed by SIGABRT: " in said["crashed"] and "last words" in said["crashed"]
 

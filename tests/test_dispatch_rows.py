@@ -20,9 +20,10 @@ from specgen.load import Loaded, loads
 from specgen.manifest import manifest
 from specgen.plan import dispatch_rows, plan
 from specgen.render import kernel_view, render
+from specgen.runtime.arguments import ROLES
 from specgen.runtime.table import Bounds, Table
 from specgen.target import load_targets
-from specgen.variant import Config, Geometry, Variant
+from specgen.variant import GLUON_FAMILIES, Config, Geometry, Variant
 
 TARGETS = load_targets()
 
@@ -295,14 +296,17 @@ def test_wide_float32_heads_fit_where_shared_memory_is_large():
 def test_tuning_rows_are_well_formed():
     """A misspelt key would be passed over, and the row with it taken for every geometry."""
     rows = YAML(typ="safe", pure=True).load((Path(tuning.__file__).parent / "configs.yaml").read_text())
-    assert set(rows) == {"decode", "prefill", "varlen", "append_kv", "merge_states"}
+    plain = {"decode", "prefill", "varlen", "append_kv", "merge_states"}
+    assert plain <= set(rows) <= plain | set(GLUON_FAMILIES)
     assert rows["varlen"] is rows["prefill"]
     for family, configs in rows.items():
-        assert configs[-1]["for"].keys() <= {"itemsize", "max_dim"}, "the last row serves every vendor"
+        if family in plain:
+            assert configs[-1]["for"].keys() <= {"itemsize", "max_dim"}, "the last row serves every vendor"
         for row in configs:
             needed = {"for", "block_m", "tile_n", "num_warps", "num_stages", "ctas", "origin"}
             assert row.keys() - {"options"} == needed
-            assert row["for"].keys() <= {"arch", "vendor", "itemsize", "aligned", "plain", "max_dim"}
+            known = {"arch", "vendor", "itemsize", "aligned", "plain", "max_dim"}
+            assert row["for"].keys() <= (known if family in plain else known | {"rows"})
             arch = row["for"].get("arch", [])
             assert set([arch] if isinstance(arch, str) else arch) <= {target.arch for target in TARGETS.values()}
             assert row["for"].get("vendor", "amd") in ("nvidia", "amd") and row["for"].get("itemsize", 2) in (
@@ -311,7 +315,7 @@ def test_tuning_rows_are_well_formed():
             )
             sizes = [row["block_m"], row["tile_n"], row["num_warps"]]
             assert all(size & (size - 1) == 0 for size in sizes) and min(row["num_stages"], row["ctas"]) >= 1
-            if family in ("decode", "prefill"):
+            if family in ROLES:
                 assert min(row["block_m"], row["tile_n"]) >= 16, "the least that a matrix instruction takes"
             assert row["origin"]
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant artifact binary data_files"
+    "noun": "__init__ errors dtypes fields explanations document target spec variant decode_ws artifact binary data_files"
     " tuning.records tuning.trial bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
@@ -34,7 +34,8 @@ LAYERS = {
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
 EXTRA = {
-    "variant": "runtime.arguments runtime.sizes",  # signature and tile sizes: one statement for kernel and launch
+    "variant": "runtime.arguments runtime.sizes runtime.tensor_maps",  # signature, tile sizes: one statement for kernel and launch
+    "decode_ws": "runtime.sizes",  # what a partial state is: one statement for kernel and scratch
     "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
     "bench.batch": "runtime.extras runtime.reference",
     "bench.peers": "bench.batch bench.vllm_triton",  # a batch is what they are asked; parts of one verb
@@ -50,8 +51,8 @@ EXTRA = {
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
     # Enumerating asks what is preferred, what is legal, and what was measured.
-    "expand": "rules tuning tuning.choose tuning.tree",
-    "measured": "expand load plan render toolchain tuning.current tuning.jsonl tuning.shipped",
+    "expand": "rules runtime.arguments tuning tuning.choose tuning.tree",
+    "measured": "expand load plan render runtime.arguments toolchain tuning.current tuning.jsonl tuning.shipped",
     "tuning.shipped": "tuning.jsonl",
     "tuning.store": "tuning.jsonl",
     # What tune tries, and how.
@@ -68,7 +69,7 @@ EXTRA = {
     "tuning.tree": "runtime.table",
     "tuning.evidence": "tuning.matrix",
     "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
-    "plan": "expand load runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
+    "plan": "expand load runtime.arguments runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
     "resources": "loops toolchain",
@@ -76,7 +77,7 @@ EXTRA = {
     "aot_worker": "child resources toolchain",
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
-    "provenance": "pipeline runtime.table",
+    "provenance": "pipeline runtime.arguments runtime.table",
     "tune_compile": "pipeline",
     # init is one verb; the cache is made where its warning is printed
     "cli": "pipeline provenance bench.run bench.output tune_compile tune_measure tune_data hf cache",
@@ -86,7 +87,7 @@ MAX_LINES = 400
 GENERATOR = sorted(path for path in PACKAGE.rglob("*.py") if "runtime" not in path.relative_to(PACKAGE).parts)
 RUNTIME = sorted((PACKAGE / "runtime").rglob("*.py"))
 TEMPLATES = sorted((ROOT / "templates").rglob("*.jinja"))
-SOURCES = [*GENERATOR, *RUNTIME, *sorted((PACKAGE / "runtime").glob("*.c")), *TEMPLATES]
+SOURCES = [*GENERATOR, *RUNTIME, *sorted((PACKAGE / "runtime").glob("*.[ch]")), *TEMPLATES]
 # Libraries that a generated package may import; everything else would be a dependency that it does not declare.
 PACKAGE_LIBRARIES = {"torch", "triton", "numpy", "pytest"}
 

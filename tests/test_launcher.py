@@ -17,14 +17,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
 from standin_support import (
+    Bench,
     build_extension,
     build_standins,
     make_package,
-    runtime_module,
     variant,
 )  # noqa: E402
 
-KINDS = {"pointer": "p", "i32": "i", "i64": "l"}
 I32, I64 = (1 << 31) - 1, (1 << 63) - 1
 
 
@@ -33,29 +32,6 @@ def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("standin")
     cuda, hip = build_standins(folder)
     return {"nvidia": cuda, "amd": hip, "extension": build_extension(folder)}
-
-
-class Bench:
-    """A fake package's launcher on one vendor's stand-in."""
-
-    def __init__(self, standin, vendor, path, package):
-        self.standin, self.vendor, self.path = standin, vendor, path
-        self.modules = {
-            name: runtime_module(package, name) for name in ("driver", "launcher", "arguments", "errors")
-        }
-        self.driver = self.modules["driver"].open_driver(vendor)
-
-    def bind(self, family="merge_states", index=0, threads=128, shared_bytes=1000):
-        arguments = self.modules["arguments"].ARGUMENTS[family]
-        self.standin.kinds("".join(KINDS[a.kind] for a in arguments) + "pp")
-        handle = self.driver.load(index, b"image\0", "entry", shared_bytes, threads)
-        launch = self.modules["launcher"].Launch(
-            "the_symbol", handle, threads, shared_bytes, arguments, "the GPU"
-        )
-        return handle, self.modules["launcher"].bind(self.driver, index, launch)
-
-    def error(self, name):
-        return getattr(self.modules["errors"], name)
 
 
 @pytest.fixture(params=["nvidia-C", "nvidia-ctypes", "amd-C", "amd-ctypes"])
@@ -88,16 +64,18 @@ def test_packing(bench):
 
 @pytest.mark.parametrize("family", ["decode", "prefill", "varlen", "append_kv", "merge_states"])
 def test_every_family_packs_as_declared(bench, family):
+    """The kernel gets what it takes of the call, in its own order; what it does not take is not looked at."""
     _, kernel = bench.bind(family)
-    arguments = bench.modules["arguments"].ARGUMENTS[family]
-    tensors = [torch.empty(4) for _ in arguments]
+    call = bench.modules["arguments"].call_arguments(family)
+    taken = bench.modules["arguments"].ARGUMENTS[family]
     extremes = {"i32": (-I32 - 1, I32, -1, 0), "i64": (-I64 - 1, I64, -1, 1 << 40)}
-    values = [
-        t if a.kind == "pointer" else extremes[a.kind][i % 4]
-        for i, (a, t) in enumerate(zip(arguments, tensors, strict=True))
-    ]
-    kernel(1, 0, *values)
-    expected = [str(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in values]
+    values = {
+        a.name: None if a not in taken else torch.empty(4) if a.kind == "pointer" else extremes[a.kind][i % 4]
+        for i, a in enumerate(call)
+    }
+    kernel(1, 0, *values.values())
+    given = [values[a.name] for a in taken]
+    expected = [str(v.data_ptr() if isinstance(v, torch.Tensor) else v) for v in given]
     assert bench.standin.launches[0]["args"].split(",") == [*expected, "0", "0"]
 
 
@@ -122,7 +100,7 @@ def test_every_family_packs_as_declared(bench, family):
 )
 def test_bad_arguments_are_named(bench, name, value, needed):
     _, kernel = bench.bind("decode")
-    names = [argument.name for argument in bench.modules["arguments"].ARGUMENTS["decode"]]
+    names = [argument.name for argument in bench.modules["arguments"].call_arguments("decode")]
     values = [0] * len(names)
     values[names.index(name)] = value
     with pytest.raises(bench.error("ArgumentError"), match=needed) as caught:
@@ -322,13 +300,13 @@ def test_a_missing_library_is_a_named_error(bench, monkeypatch, tmp_path):
 
 
 def test_host_time_of_a_launch(bench):
-    """25 arguments, 11 of them tensors: below 5 us on an idle host through C; the bound leaves room for a
+    """28 arguments, of which the kernel takes 11 tensors and 14 ints: below 5 us on an idle host through C; the bound leaves room for a
     busy one.
     """
     _, kernel = bench.bind("decode")
     bench.standin.set(record=0)
     tensor = torch.empty(16)
-    values = [tensor if a.kind == "pointer" else 4096 for a in bench.modules["arguments"].ARGUMENTS["decode"]]
+    values = [tensor if a.kind == "pointer" else 4096 for a in bench.modules["arguments"].call_arguments("decode")]
     number = 200  # short bursts: the best of many escapes a busy host
     best = min(timeit.repeat(lambda: kernel(132, 0, *values), number=number, repeat=100)) / number * 1e6
     print(f"{bench.vendor} {bench.path}: {best:.2f} us a launch")

@@ -202,9 +202,9 @@ def test_workspace_size_is_the_maximum_over_decode_variants():
     many = {"family": "decode", "ctas_per_multiprocessor": 4, "block_m": 16, "v_dim": 16}
     other = {"family": "prefill", "ctas_per_multiprocessor": 8, "block_m": 128, "v_dim": 256}
     size = sizes.workspace_size(10, [wide, many, other])
-    assert size == (2 * 10 * 64 * 128, 4 * 10 * 64, 40)
+    assert size == (2 * 10 * 64 * 128, 4 * 10 * 64, 40, sizes.TICKETS)
     assert size.nbytes == 4 * sum(size)
-    assert sizes.workspace_size(10, [other]) == (1, 1, 1)
+    assert sizes.workspace_size(10, [other]) == (1, 1, 1, sizes.TICKETS)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from specgen.tuning.problems import Entry, best_times, joint_problem, ranked, sc
 from specgen.tuning.records import Launch, Schedule
 from specgen.tuning.search import SMALL, Grid, open_search
 from specgen.tuning.trial import Kernels
-from specgen.variant import FAMILIES, Config, Geometry
+from specgen.variant import GLUON_FAMILIES, FAMILIES, Config, Geometry
 
 TARGETS = load_targets()
 LIMITS = Limits(max_seqs=256, max_seq_len=131072, max_tokens=16384, max_spec_tokens=8)
@@ -57,7 +57,8 @@ def test_every_role_has_legal_configurations_on_every_target(name, target):
             for rows in bounds:
                 found = space.space(family, shape, [gpu], LIMITS, rows)
                 symbols = [variant.symbol for variant in found.variants]
-                assert len(symbols) == len(set(symbols)) > 3, (family, rows, found.dropped)
+                least = 0 if family in GLUON_FAMILIES else 4  # those are for one architecture and for what TMA can copy
+                assert len(symbols) == len(set(symbols)) >= least, (family, rows, found.dropped)
                 assert not set(symbols) & {symbol for symbol, _ in found.dropped}
                 for variant in found.variants:
                     assert rules.why_not(variant, gpu, LIMITS) is None

@@ -1,5 +1,7 @@
 /* Launches a loaded kernel through the CUDA or HIP driver: `bind` packs what never changes (function, block,
    shared memory, argument kinds) once and returns a builtin function, called as kernel(grid, stream, *args).
+   Parameters are arguments, zeros, or tensor maps, which the CUDA driver encodes from arguments; maps are
+   kept by what they are made of, so that a steady state encodes none.
 
    Touches no driver library itself: driver.py opens it and passes the addresses of its functions, so that
    this file needs neither CUDA or HIP headers, nor torch, nor dlopen, and one build serves every CPython from
@@ -11,8 +13,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MAX_ARGUMENTS 96
-#define MAX_SCRATCH 4
+#include "_tensor_maps.h"
+
+#define MAX_ARGUMENTS 96  /* of the call */
+#define MAX_PARAMETERS 96 /* of the kernel */
+#define MAX_MAPS 4
 #define CAPSULE "_launch.Kernel"
 
 /* cuLaunchKernel and hipModuleLaunchKernel have one signature; 0 is success for both vendors. */
@@ -24,7 +29,7 @@ typedef int (*push_context_function)(void *context); /* cuCtxPushCurrent */
 typedef int (*get_device_function)(int *device);     /* hipGetDevice */
 typedef int (*set_device_function)(int device);      /* hipSetDevice */
 
-enum stage { STAGE_LAUNCH, STAGE_ENTER, STAGE_LEAVE };
+enum stage { STAGE_LAUNCH, STAGE_ENTER, STAGE_LEAVE, STAGE_ENCODE }; /* STAGE_ENCODE + i: map i */
 
 typedef struct {
     launch_function launch;
@@ -36,52 +41,41 @@ typedef struct {
     int device;    /* HIP: the device's number */
     void *function;
     unsigned threads, shared_bytes;
-    Py_ssize_t count, scratch; /* declared arguments, null pointers that follow them */
-    char kinds[MAX_ARGUMENTS]; /* 'p' pointer, 'i' int32, 'l' int64 */
-    PyObject *data_ptr;        /* "data_ptr" */
-    PyObject *refuse;          /* refuse(position, value) raises; -1 the stream, -2 the grid, -3 the count */
-    PyObject *fail;            /* fail(code, stage, grid, stream) raises */
+    encode_function encode;
+    Py_ssize_t count, parameter_count, map_count;
+    char kinds[MAX_ARGUMENTS];      /* 'p' pointer, 'i' int32, 'l' int64, '-' passed over: no parameter needs it */
+    int parameters[MAX_PARAMETERS]; /* position of an argument, -1 a zero, -2 - i: map i */
+    map_maker_t *makers;            /* [map_count] */
+    PyObject *data_ptr;             /* "data_ptr" */
+    PyObject *refuse;               /* refuse(position, value) raises; -1 the stream, -2 the grid, -3 the count */
+    PyObject *fail;                 /* fail(code, stage, grid, stream) raises */
 } kernel_t;
 
-typedef union {
-    void *pointer;
-    int32_t i32;
-    int64_t i64;
-} slot_t;
-
-/* Launches in the kernel's own context or device, then puts the caller's back. Returns the first error. */
-static int launch_in_context(const kernel_t *kernel, unsigned grid, void *stream, void **parameters,
-                             enum stage *stage) {
-    int code, left = 0, switched = 0, device = 0;
-    void *current = NULL;
-    *stage = STAGE_ENTER;
+/* Makes the kernel's own context or device current; *former is what leave() puts back, if *switched. */
+static int enter(const kernel_t *kernel, int *switched, int *former) {
+    int code;
+    *switched = *former = 0;
     if (kernel->get_context != NULL) {
+        void *current = NULL;
         if ((code = kernel->get_context(&current)) != 0)
             return code;
-        if (current != kernel->context) {
-            if ((code = kernel->push_context(kernel->context)) != 0)
-                return code;
-            switched = 1;
-        }
+        if (current == kernel->context)
+            return 0;
+        code = kernel->push_context(kernel->context);
     } else {
-        if ((code = kernel->get_device(&device)) != 0)
+        if ((code = kernel->get_device(former)) != 0)
             return code;
-        if (device != kernel->device) {
-            if ((code = kernel->set_device(kernel->device)) != 0)
-                return code;
-            switched = 1;
-        }
+        if (*former == kernel->device)
+            return 0;
+        code = kernel->set_device(kernel->device);
     }
-    *stage = STAGE_LAUNCH;
-    code = kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream,
-                          parameters, NULL);
-    if (switched)
-        left = kernel->get_context != NULL ? kernel->pop_context(&current) : kernel->set_device(device);
-    if (code == 0 && left != 0) {
-        *stage = STAGE_LEAVE;
-        code = left;
-    }
+    *switched = code == 0;
     return code;
+}
+
+static int leave(const kernel_t *kernel, int former) {
+    void *current;
+    return kernel->get_context != NULL ? kernel->pop_context(&current) : kernel->set_device(former);
 }
 
 /* Replaces a pending conversion error by the caller's own; always returns NULL. */
@@ -131,13 +125,14 @@ static int read_pointer(const kernel_t *kernel, PyObject *value, void **pointer,
 static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     const kernel_t *kernel = PyCapsule_GetPointer(self, CAPSULE);
     slot_t slots[MAX_ARGUMENTS];
-    void *parameters[MAX_ARGUMENTS + MAX_SCRATCH];
-    void *null = NULL, *stream;
+    map_t maps[MAX_MAPS];
+    void *parameters[MAX_PARAMETERS];
+    void *stream;
+    uint64_t zero = 0;
     long long number;
     Py_ssize_t i;
     unsigned grid;
-    enum stage stage;
-    int code, ours;
+    int code, ours, stage, switched, former;
 
     if (kernel == NULL)
         return NULL;
@@ -155,7 +150,8 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t n
     args += 2;
     for (i = 0; i < kernel->count; i++) {
         PyObject *value = args[i];
-        parameters[i] = &slots[i];
+        if (kernel->kinds[i] == '-')
+            continue;
         if (kernel->kinds[i] == 'p') {
             if (read_pointer(kernel, value, &slots[i].pointer, &ours) != 0)
                 return ours ? refuse(kernel, i, value) : NULL;
@@ -171,17 +167,37 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t n
         } else {
             if (number < INT32_MIN || number > INT32_MAX)
                 return refuse(kernel, i, value);
-            slots[i].i32 = (int32_t)number;
+            slots[i].i64 = number;
         }
     }
-    for (; i < kernel->count + kernel->scratch; i++)
-        parameters[i] = &null;
+    for (i = 0; i < kernel->parameter_count; i++) {
+        int from = kernel->parameters[i];
+        parameters[i] = from >= 0 ? (void *)&slots[from] : from == -1 ? (void *)&zero : (void *)&maps[-2 - from];
+    }
 
-    Py_BEGIN_ALLOW_THREADS; /* a full queue blocks the launch */
-    code = launch_in_context(kernel, grid, stream, parameters, &stage);
-    Py_END_ALLOW_THREADS;
+    stage = STAGE_ENTER;
+    if ((code = enter(kernel, &switched, &former)) == 0) {
+        for (i = 0; i < kernel->map_count && code == 0; i++) {
+            stage = STAGE_ENCODE + (int)i;
+            code = make_map(kernel->encode, &kernel->makers[i], slots, &maps[i]);
+        }
+        if (code == 0) {
+            stage = STAGE_LAUNCH;
+            Py_BEGIN_ALLOW_THREADS; /* a full queue blocks the launch */
+            code = kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes,
+                                  stream, parameters, NULL);
+            Py_END_ALLOW_THREADS;
+        }
+        if (switched) {
+            int left = leave(kernel, former);
+            if (code == 0 && left != 0) {
+                stage = STAGE_LEAVE;
+                code = left;
+            }
+        }
+    }
     if (code != 0) {
-        PyObject *result = PyObject_CallFunction(kernel->fail, "iiIK", code, (int)stage, grid,
+        PyObject *result = PyObject_CallFunction(kernel->fail, "iiIK", code, stage, grid,
                                                  (unsigned long long)(uintptr_t)stream);
         if (result != NULL) {
             Py_DecRef(result);
@@ -200,6 +216,7 @@ static void kernel_free(PyObject *capsule) {
     Py_DecRef(kernel->data_ptr);
     Py_DecRef(kernel->refuse);
     Py_DecRef(kernel->fail);
+    PyMem_Free(kernel->makers);
     PyMem_Free(kernel);
 }
 
@@ -209,26 +226,53 @@ static PyMethodDef kernel_method = {
 
 static void *address(unsigned long long number) { return (void *)(uintptr_t)number; }
 
+/* Reads bind's description of parameters and maps. 0, or -1 with an error set. */
+static int read_parameters(kernel_t *kernel, PyObject *parameters, PyObject *maps) {
+    long long numbers[MAX_PARAMETERS];
+    Py_ssize_t i;
+    kernel->map_count = PyTuple_Size(maps);
+    if (kernel->map_count < 0 || kernel->map_count > MAX_MAPS || (kernel->map_count && kernel->encode == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "bind: more maps than possible, or no function to encode them");
+        return -1;
+    }
+    kernel->parameter_count =
+        read_ints(parameters, numbers, MAX_PARAMETERS, -1 - kernel->map_count, kernel->count - 1);
+    if (kernel->parameter_count < 0)
+        return -1;
+    for (i = 0; i < kernel->parameter_count; i++)
+        kernel->parameters[i] = (int)numbers[i];
+    if (kernel->map_count == 0)
+        return 0;
+    kernel->makers = PyMem_Calloc((size_t)kernel->map_count, sizeof *kernel->makers);
+    if (kernel->makers == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (i = 0; i < kernel->map_count; i++)
+        if (read_maker(PyTuple_GetItem(maps, i), kernel->count, &kernel->makers[i]) != 0)
+            return -1;
+    return 0;
+}
+
 static PyObject *bind(PyObject *module, PyObject *args) {
     const char *vendor, *kinds;
-    unsigned long long launch, get, enter, leave, scope, function;
+    unsigned long long launch, get, enter, leave, encode, scope, function;
     unsigned threads, shared_bytes;
-    Py_ssize_t count, scratch, i;
-    PyObject *on_refuse, *on_fail, *capsule, *result;
+    Py_ssize_t count, i;
+    PyObject *parameters, *maps, *on_refuse, *on_fail, *capsule, *result;
     kernel_t *kernel;
     int cuda;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "sKKKKKKIIsnOO", &vendor, &launch, &get, &enter, &leave, &scope, &function,
-                          &threads, &shared_bytes, &kinds, &scratch, &on_refuse, &on_fail))
+    if (!PyArg_ParseTuple(args, "sKKKKKKKIIsOOOO", &vendor, &launch, &get, &enter, &leave, &encode, &scope, &function,
+                          &threads, &shared_bytes, &kinds, &parameters, &maps, &on_refuse, &on_fail))
         return NULL;
     count = (Py_ssize_t)strlen(kinds);
-    if (count > MAX_ARGUMENTS || scratch < 0 || scratch > MAX_SCRATCH)
-        return PyErr_Format(PyExc_ValueError, "bind: %zd arguments and %zd scratch; at most %d and %d",
-                            count, scratch, MAX_ARGUMENTS, MAX_SCRATCH);
+    if (count > MAX_ARGUMENTS)
+        return PyErr_Format(PyExc_ValueError, "bind: %zd arguments; at most %d", count, MAX_ARGUMENTS);
     for (i = 0; i < count; i++)
-        if (kinds[i] != 'p' && kinds[i] != 'i' && kinds[i] != 'l')
-            return PyErr_Format(PyExc_ValueError, "bind: argument %zd has kind %d; 'p', 'i' or 'l' needed", i,
+        if (strchr("pil-", kinds[i]) == NULL)
+            return PyErr_Format(PyExc_ValueError, "bind: argument %zd has kind %d; 'p', 'i', 'l' or '-' needed", i,
                                 (int)kinds[i]);
     cuda = strcmp(vendor, "nvidia") == 0;
     if (!cuda && strcmp(vendor, "amd") != 0)
@@ -240,6 +284,7 @@ static PyObject *bind(PyObject *module, PyObject *args) {
     if (kernel == NULL)
         return PyErr_NoMemory();
     kernel->launch = (launch_function)address(launch);
+    kernel->encode = (encode_function)address(encode);
     if (cuda) {
         kernel->get_context = (get_context_function)address(get);
         kernel->push_context = (push_context_function)address(enter);
@@ -254,7 +299,6 @@ static PyObject *bind(PyObject *module, PyObject *args) {
     kernel->threads = threads;
     kernel->shared_bytes = shared_bytes;
     kernel->count = count;
-    kernel->scratch = scratch;
     for (i = 0; i < count; i++)
         kernel->kinds[i] = kinds[i];
     kernel->data_ptr = PyUnicode_InternFromString("data_ptr");
@@ -263,11 +307,14 @@ static PyObject *bind(PyObject *module, PyObject *args) {
     Py_IncRef(on_fail);
     kernel->fail = on_fail;
 
-    capsule = kernel->data_ptr == NULL ? NULL : PyCapsule_New(kernel, CAPSULE, kernel_free);
+    capsule = NULL;
+    if (kernel->data_ptr != NULL && read_parameters(kernel, parameters, maps) == 0)
+        capsule = PyCapsule_New(kernel, CAPSULE, kernel_free);
     if (capsule == NULL) {
         Py_DecRef(kernel->data_ptr);
         Py_DecRef(on_refuse);
         Py_DecRef(on_fail);
+        PyMem_Free(kernel->makers);
         PyMem_Free(kernel);
         return NULL;
     }
@@ -278,9 +325,10 @@ static PyObject *bind(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(vendor, launch, get, enter, leave, scope, function, threads, shared_bytes, kinds, scratch,\n"
-     "refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
-     "has one of 'p', 'i', 'l' per argument."},
+     "bind(vendor, launch, get, enter, leave, encode, scope, function, threads, shared_bytes, kinds, parameters,\n"
+     "maps, refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
+     "has one of 'p', 'i', 'l' per argument, '-' for one that no parameter needs; `parameters` and `maps` are\n"
+     "tuples as tensor_maps.resolve gives them."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,16 +1,18 @@
 """The run-time arguments of every kernel family, in order: the one statement that templates, compiler and launcher read.
 
-A kernel's constants are baked into its module; what is listed here is what a launch passes. `kind` is "pointer", "i32" or
-"i64"; a pointer's `dtype` is "data" (the variant's own dtype), "bf16", "f32", "i32" or "i64". Strides are in elements, and the
-last dimension of every tensor has stride 1. Arguments of features stand at the end, and only where the variant has the feature:
-`arguments` is what to ask. Nouns only: imports nothing but the standard library.
+A kernel's constants are baked into its module. `call_arguments` is what a caller passes, the same for every family that can
+serve the call; `arguments` is what a family's kernel takes of it, in its own order, tensor maps among them (tensor_maps.py
+says what a map is made of). `kind` is "pointer", "i32", "i64" or, of a kernel alone, "tensor_map"; a pointer's `dtype` is
+"data" (the variant's own dtype), "bf16", "f32", "i32" or "i64". Strides are in elements, and the last dimension of every
+tensor has stride 1. Arguments of features stand at the end, and only where the variant has the feature.
+Nouns only: imports nothing but the standard library.
 """
 
 from typing import NamedTuple
 
 
 class Argument(NamedTuple):
-    """One kernel argument. `aligned` marks what the aligned variant promises: a pointer of 16 bytes, a stride of `alignment` bytes."""
+    """One argument. `aligned` marks what the aligned variant promises: a pointer of 16 bytes, a stride of `alignment` bytes."""
 
     name: str
     kind: str
@@ -26,7 +28,8 @@ def _strides(tensor: str, *dims: str) -> tuple[Argument, ...]:
     return tuple(Argument(f"{tensor}_stride_{dim}", "i64", aligned=True) for dim in dims)
 
 
-_PAGED = (
+# What a caller of paged attention passes, whichever family serves.
+_ATTENTION = (
     _pointer("q_ptr"),  # [tokens, query_heads, qk_dim]
     _pointer("k_cache_ptr"),  # [pages, page_size, kv_heads, qk_dim]
     _pointer("v_cache_ptr"),  # [pages, page_size, kv_heads, v_dim]
@@ -35,11 +38,15 @@ _PAGED = (
     _pointer("cu_seqlens_q_ptr", "i32"),  # [seqs + 1]
     _pointer("out_ptr"),  # [tokens, query_heads, v_dim]
     _pointer("lse_ptr", "f32"),  # [tokens, query_heads], contiguous; any pointer when store_lse is 0
-)
-_PAGED_SCALARS = (
+    Argument("partial_acc_ptr", "pointer", "f32", aligned=True),  # [2 * grid, block_m, block_v]: scratch, see sizes.py
+    Argument("partial_ml_ptr", "pointer", "f32", aligned=True),  # [2 * grid, 2, block_m]: running max (base 2) and sum
+    _pointer("counters_ptr", "i32"),  # [grid]: arrivals per split item; zero between launches
+    _pointer("tickets_ptr", "i32"),  # [2]: work items handed out, programs that are done; zero between launches
     Argument("num_seqs", "i32"),
     Argument("max_pages", "i32"),  # columns of block_table: longer sequences are clamped to max_pages * page_size keys
     Argument("store_lse", "i32"),  # 1: write lse, 0: leave lse_ptr alone
+    Argument("num_tokens", "i32"),  # rows of q and out
+    Argument("num_pages", "i32"),  # pages of the caches
     Argument("block_table_stride", "i64"),
     *_strides("q", "token", "head"),
     *_strides("k_cache", "page", "slot", "head"),
@@ -47,15 +54,30 @@ _PAGED_SCALARS = (
     *_strides("out", "token", "head"),
 )
 
+
+def _taken(but: tuple[str, ...]) -> tuple[Argument, ...]:
+    """The arguments of the attention call without those that begin with one of `but`."""
+    return tuple(argument for argument in _ATTENTION if not argument.name.startswith(but))
+
+
+def _maps(*names: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "tensor_map") for name in names)
+
+
+# Sizes that bound a tensor map; kernels that load through pointers bound themselves by lengths.
+_MAP_SIZES = ("num_tokens", "num_pages")
+# What a tensor map of a tensor holds already.
+_IN_Q_MAP = ("q_ptr", "q_stride")
+_IN_CACHE_MAPS = ("k_cache", "v_cache")
+
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {
-    "decode": (
-        *_PAGED,
-        Argument("partial_acc_ptr", "pointer", "f32", aligned=True),  # [2 * grid, block_m, block_v]: scratch, see sizes.py
-        Argument("partial_ml_ptr", "pointer", "f32", aligned=True),  # [2 * grid, 2, block_m]: running max (base 2) and sum
-        _pointer("counters_ptr", "i32"),  # [grid]: arrivals per split item; zero between launches
-        *_PAGED_SCALARS,
+    "decode": _taken(but=("tickets", *_MAP_SIZES)),
+    "decode_ws": (*_maps("k_map", "v_map"), *_taken(but=("tickets", *_MAP_SIZES, *_IN_CACHE_MAPS))),
+    "prefill": _taken(but=("partial", "counters", "tickets", *_MAP_SIZES)),
+    "prefill_ws": (
+        *_maps("q_map", "k_map", "v_map"),
+        *_taken(but=("partial", "counters", *_MAP_SIZES, *_IN_Q_MAP, *_IN_CACHE_MAPS)),
     ),
-    "prefill": (*_PAGED, *_PAGED_SCALARS),
     "varlen": (
         _pointer("q_ptr"),  # [tokens, query_heads, qk_dim]
         _pointer("k_ptr"),  # [key_tokens, kv_heads, qk_dim]
@@ -117,19 +139,41 @@ _PREFIX_RANGES = (
 )
 
 
+# Families that serve attention over a paged cache, and whose sequences they take: decode's few query rows, or prefill's many.
+ROLES = {"decode": "decode", "decode_ws": "decode", "prefill": "prefill", "prefill_ws": "prefill"}
+
+
 def arguments(
     family: str, *, sinks: bool = False, alibi: bool = False, prefix_ranges: bool = False, rotary: bool = False
 ) -> tuple[Argument, ...]:
-    """The arguments of one variant: those of its family, then those of its features, which attention families alone have."""
-    found = ARGUMENTS[family]
-    if family in ("decode", "prefill", "varlen"):
-        found += _SINKS * sinks + _ALIBI * alibi + _PREFIX_RANGES * prefix_ranges
-    if family == "append_kv":
-        found += _ROTARY * rotary
-    return found
+    """What a variant's kernel takes: the arguments of its family, then those of its features."""
+    return ARGUMENTS[family] + _features(family, sinks, alibi, prefix_ranges, rotary)
+
+
+def call_arguments(
+    family: str, *, sinks: bool = False, alibi: bool = False, prefix_ranges: bool = False, rotary: bool = False
+) -> tuple[Argument, ...]:
+    """What a caller passes to a variant, of which its kernel takes some: the same for every family that serves the call."""
+    passed = _ATTENTION if family in ROLES else ARGUMENTS[family]
+    return passed + _features(family, sinks, alibi, prefix_ranges, rotary)
+
+
+def _features(family, sinks, alibi, prefix_ranges, rotary) -> tuple[Argument, ...]:
+    if family in ROLES or family == "varlen":
+        return _SINKS * sinks + _ALIBI * alibi + _PREFIX_RANGES * prefix_ranges
+    return _ROTARY * (rotary and family == "append_kv")
 
 
 def variant_arguments(variant: dict) -> tuple[Argument, ...]:
     """`arguments` of a manifest entry, whose absent fields are off."""
+    return arguments(variant["family"], **_manifest_features(variant))
+
+
+def variant_call_arguments(variant: dict) -> tuple[Argument, ...]:
+    """`call_arguments` of a manifest entry, whose absent fields are off."""
+    return call_arguments(variant["family"], **_manifest_features(variant))
+
+
+def _manifest_features(variant: dict) -> dict[str, bool]:
     features = {name: bool(variant.get(name)) for name in ("sinks", "alibi", "prefix_ranges")}
-    return arguments(variant["family"], rotary=variant.get("rotary_dim") is not None, **features)
+    return features | {"rotary": variant.get("rotary_dim") is not None}

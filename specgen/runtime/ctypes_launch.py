@@ -2,7 +2,8 @@
 _launch.c, slower.
 
 Touches only the driver that it is given. Packed arguments live in buffers that are taken from a pool for the
-time of a call, so that threads, and a launch inside a launch (from a finalizer), never share one.
+time of a call, so that threads, and a launch inside a launch (from a finalizer), never share one. Tensor maps
+are kept by what they are made of.
 """
 
 import ctypes
@@ -11,21 +12,64 @@ from collections.abc import Callable
 from typing import Any
 
 from .driver import CudaDriver, HipDriver
+from .tensor_maps import MAP_BYTES, ZERO
 
 _FORMATS = {
     "p": "Q",
     "i": "i4x",
     "l": "q",
+    "-": "8x",
 }  # every value in 8 bytes of its own, in the byte order of the host
+_MAP_ALIGNMENT = 64
+_MAPS_KEPT = 256  # per kernel
+# CU_TENSOR_MAP_INTERLEAVE_NONE, L2_PROMOTION_L2_128B, FLOAT_OOB_FILL_NONE, as in _tensor_maps.h.
+_INTERLEAVE, _PROMOTION, _FILL = 0, 2, 0
 
 
 class _Buffer:
-    """The values of one launch, 8 bytes each, and the array of pointers to them that the driver reads."""
+    """The values of one launch, 8 bytes each and a zero, its maps, and the pointers to them that the driver reads."""
 
-    def __init__(self, slots: int):
-        self.values = ctypes.create_string_buffer(8 * slots)
+    def __init__(self, count: int, parameters: tuple[int, ...], maps: int):
+        size = 8 * (count + 1)
+        self.values = ctypes.create_string_buffer(size + _MAP_ALIGNMENT + MAP_BYTES * maps)
         base = ctypes.addressof(self.values)
-        self.pointers = (ctypes.c_void_p * slots)(*(base + 8 * i for i in range(slots)))
+        first = -(-(base + size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+        self.maps = [first + MAP_BYTES * i for i in range(maps)]
+        where = [base + 8 * i if i >= 0 else base + 8 * count if i == ZERO else self.maps[-2 - i] for i in parameters]
+        self.pointers = (ctypes.c_void_p * len(where))(*where)
+
+
+class _Maps:
+    """Encodes the maps of one kernel, and keeps them."""
+
+    def __init__(self, driver: CudaDriver, maps: tuple[tuple, ...]):
+        self._encode = getattr(driver.library, driver.encode_function) if maps else None
+        self._maps = maps
+        self._kept: dict[tuple, bytes] = {}
+
+    def write(self, values: list[int], addresses: list[int]) -> tuple[int, int]:
+        """Write the map of every argument to its address: (error code, which map failed)."""
+        for number, (address, made) in enumerate(zip(addresses, self._maps)):
+            tensor, data_type, itemsize, swizzle, extents, strides, box = made
+            sizes = [values[-1 - extent] if extent < 0 else extent for extent in extents]
+            steps = [values[position] * itemsize for position in strides]
+            key = (number, values[tensor], *sizes, *steps)
+            kept = self._kept.get(key)
+            if kept is None:
+                rank = len(box)
+                code = self._encode(
+                    address, data_type, rank, values[tensor], (ctypes.c_uint64 * rank)(*sizes),
+                    (ctypes.c_uint64 * rank)(*steps), (ctypes.c_uint * rank)(*box), (ctypes.c_uint * rank)(*[1] * rank),
+                    _INTERLEAVE, swizzle, _PROMOTION, _FILL,
+                )  # fmt: skip
+                if code != 0:
+                    return code, number
+                if len(self._kept) >= _MAPS_KEPT:
+                    self._kept.clear()
+                self._kept[key] = ctypes.string_at(address, MAP_BYTES)
+            else:
+                ctypes.memmove(address, kept, MAP_BYTES)
+        return 0, 0
 
 
 def bind(
@@ -35,14 +79,15 @@ def bind(
     threads: int,
     shared_bytes: int,
     kinds: str,
-    scratch: int,
+    parameters: tuple[int, ...],
+    maps: tuple[tuple, ...],
     refuse: Callable[[int, object], Any],
     fail: Callable[[int, int, int, int], Any],
 ) -> Callable[..., None]:
     """The kernel as `kernel(grid, stream, *args)`; the parameters are those of `_launch.bind`.
 
-    `kinds` has one of "p" (pointer), "i" (int32), "l" (int64) per argument; `scratch` null pointers follow.
-    `refuse` raises the error of a bad argument and `fail` that of a failed driver call.
+    `kinds` has one of "p" (pointer), "i" (int32), "l" (int64) per argument, "-" for one that no parameter
+    needs; `parameters` and `maps` are as tensor_maps.resolve gives them. `refuse` raises the error of a bad argument and `fail` that of a failed driver call.
     """
     launch = getattr(driver.library, driver.launch_function)
     cuda = driver.vendor == "nvidia"
@@ -51,12 +96,16 @@ def bind(
     enter = driver.library.cuCtxPushCurrent_v2 if cuda else driver.library.hipSetDevice
     count = len(kinds)
     positions = tuple(i for i, kind in enumerate(kinds) if kind == "p")
+    packed = tuple(i for i, kind in enumerate(kinds) if kind != "-")
+    encoder = _Maps(driver, maps)
     pack = struct.Struct("=" + "".join(_FORMATS[kind] for kind in kinds)).pack_into
     pool: list[_Buffer] = []
 
     def blame(args: tuple) -> None:
         """Find the argument that does not pack, and refuse it."""
         for i, (kind, value) in enumerate(zip(kinds, args, strict=True)):
+            if kind == "-":
+                continue
             limits = {"p": (0, 1 << 64), "i": (-(1 << 31), 1 << 31), "l": (-(1 << 63), 1 << 63)}[kind]
             if kind == "p" and hasattr(value, "data_ptr"):
                 value = value.data_ptr()
@@ -77,15 +126,15 @@ def bind(
                     values[i] = values[i].data_ptr()
                 except AttributeError:
                     refuse(i, args[i])
-        for i, value in enumerate(values):
-            if not isinstance(value, int):  # struct would take a tensor of one element, and synchronise
+        for i in packed:
+            if not isinstance(values[i], int):  # struct would take a tensor of one element, and synchronise
                 refuse(i, args[i])
         try:
             buffer = pool.pop()
         except IndexError:
-            buffer = _Buffer(count + scratch)
+            buffer = _Buffer(count, parameters, len(maps))
         try:
-            pack(buffer.values, 0, *values)
+            pack(buffer.values, 0, *(values[i] for i in packed))
         except struct.error:
             blame(args)
             raise
@@ -97,8 +146,11 @@ def bind(
         if switched:
             code = enter(scope)
         if code == 0:
-            stage = 0
-            code = launch(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, buffer.pointers, None)
+            code, number = encoder.write(values, buffer.maps)
+            stage = 3 + number
+            if code == 0:
+                stage = 0
+                code = launch(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, buffer.pointers, None)
             if switched:
                 left = driver.library.cuCtxPopCurrent_v2(ctypes.byref(current)) if cuda else enter(former)
                 if code == 0 and left != 0:

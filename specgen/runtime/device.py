@@ -22,9 +22,10 @@ from types import ModuleType
 import torch
 
 from . import choice, jit, launcher
-from .arguments import variant_arguments
+from .arguments import variant_arguments, variant_call_arguments
 from .driver import CudaDriver, DeviceProperties, HipDriver, open_driver
 from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError
+from .tensor_maps import variant_maps
 
 Kernel = Callable[..., None]
 
@@ -104,10 +105,16 @@ class Device:
                     kernel = self._kernels[symbol] = self._load(symbol, self.manifest["variants"][symbol])
         return kernel
 
+    def serving(self, symbol: str) -> str:
+        """The symbol that runs here for `symbol` of a table row: itself, or where kernels are compiled or
+        interpreted, the plain-Triton one that stands in for a kernel that ships as a binary only.
+        """
+        return self.manifest["variants"].get(symbol, {}).get("stand_in") or symbol
+
     def load_all(self) -> None:
         """Load every kernel of `arch`, so that no later call loads one. Raises what `kernel` raises."""
         for symbol in choice.symbols(self.manifest, self.arch):
-            self.kernel(symbol)
+            self.kernel(self.serving(symbol))
 
     def _load(self, symbol: str, variant: dict) -> Kernel:
         raise NotImplementedError
@@ -180,8 +187,10 @@ class _Gpu(Device):
         self, symbol: str, variant: dict, image: bytes, function: str, shared_bytes: int, threads: int
     ) -> Kernel:
         handle = self.driver.load(self.index, image, function, shared_bytes, threads)
-        arguments = variant_arguments(variant)
-        launch = launcher.Launch(symbol, handle, threads, shared_bytes, arguments, self.where)
+        call, arguments = variant_call_arguments(variant), variant_arguments(variant)
+        launch = launcher.Launch(
+            symbol, handle, threads, shared_bytes, call, arguments, self.where, variant_maps(variant)
+        )
         return launcher.bind(self.driver, self.index, launch)
 
 
@@ -189,6 +198,10 @@ class BinaryDevice(_Gpu):
     """A GPU that runs the wheel's binaries. Imports no Triton."""
 
     mode = "binary"
+
+    def serving(self, symbol: str) -> str:
+        """`symbol` itself: every kernel of a row has a binary."""
+        return symbol
 
     def _load(self, symbol: str, variant: dict) -> Kernel:
         binary = variant["binaries"].get(self.arch)
@@ -312,10 +325,11 @@ class InterpretDevice(Device):
         # Its own module keeps the lock, as each package has a runtime of its own.
         interpreter = vars(sys.modules[type(function).__module__])
         lock = interpreter.setdefault("_specgen_lock", threading.Lock())
+        taken = [variant_call_arguments(variant).index(argument) for argument in variant_arguments(variant)]
 
         def kernel(grid: int, stream: int, *args) -> None:
             with lock:
-                function[(grid,)](*args)
+                function[(grid,)](*(args[i] for i in taken))
 
         return kernel
 

@@ -35,13 +35,14 @@ class DeviceProperties(NamedTuple):
 
 class LaunchAddresses(NamedTuple):
     """Addresses of the driver's functions for _launch.c: launch, and read, enter and leave a context (CUDA)
-    or device (HIP).
+    or device (HIP); encode a tensor map, 0 where the driver cannot.
     """
 
     launch: int
     get: int
     enter: int
     leave: int
+    encode: int
 
 
 class Driver:
@@ -55,6 +56,7 @@ class Driver:
     vendor: str
     launch_function: str
     capture_function: str
+    encode_function: str | None = None
     launch_addresses: LaunchAddresses
 
     def __init__(self, library: ctypes.CDLL):
@@ -97,7 +99,9 @@ class Driver:
         return status.value != 0
 
     def addresses(self, launch: str, get: str, enter: str, leave: str | None) -> LaunchAddresses:
-        functions = (launch, get, enter, leave)
+        """Addresses by names; only `encode_function` may be missing from the library."""
+        encode = self.encode_function if hasattr(self.library, self.encode_function or "") else None
+        functions = (launch, get, enter, leave, encode)
         return LaunchAddresses(
             *(ctypes.cast(getattr(self.library, f), c_void_p).value if f else 0 for f in functions)
         )
@@ -109,6 +113,7 @@ class CudaDriver(Driver):
     vendor = "nvidia"
     launch_function = "cuLaunchKernel"
     capture_function = "cuStreamIsCapturing"
+    encode_function = "cuTensorMapEncodeTiled"  # drivers of CUDA 12 and later
 
     def __init__(self, library: ctypes.CDLL):
         super().__init__(library)
@@ -135,6 +140,10 @@ class CudaDriver(Driver):
         self.launch_addresses = self.addresses(
             "cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
         )
+        if self.launch_addresses.encode:
+            sizes = [c_void_p] * 4  # extents, strides, box, steps
+            encode = [c_void_p, c_int, c_uint, c_void_p, *sizes, c_int, c_int, c_int, c_int]
+            _declare(library, **{self.encode_function: encode})
 
     def error_name(self, code: int) -> str:
         """The name of an error code, such as "CUDA_ERROR_INVALID_VALUE"."""

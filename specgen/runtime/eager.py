@@ -91,17 +91,15 @@ class Eager:
             lse_or_any = workspace.partial_ml if lse is None else lse
             if geometry.extras is not None:
                 strides += launch_arguments(geometry, extras, plans, workspace.partial_ml)
+            passed = (
+                q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, lse_or_any,
+                workspace.partial_acc, workspace.partial_ml, workspace.counters, workspace.tickets,
+                seqs, max_pages, store_lse, tokens, k_cache.size(0), *strides,
+            )  # fmt: skip
             if plan.prefill is not None:
-                plan.prefill(
-                    plan.prefill_grid, stream, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
-                    lse_or_any, seqs, max_pages, store_lse, *strides,
-                )  # fmt: skip
+                plan.prefill(plan.prefill_grid, stream, *passed)
             if plan.decode is not None:
-                plan.decode(
-                    plan.decode_grid, stream, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
-                    lse_or_any, workspace.partial_acc, workspace.partial_ml, workspace.counters,
-                    seqs, max_pages, store_lse, *strides,
-                )  # fmt: skip
+                plan.decode(plan.decode_grid, stream, *passed)
             if pool.spare_wanted:
                 pool.renew_spare()
         return out if lse is None else (out, lse)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import sizes
+from .arguments import ROLES
 from .geometry import Geometry
 from .table import EVERY, AttentionRow, Bounds, VarlenRow
 from .visibility import spans
@@ -88,6 +89,7 @@ def explain(
     geometry, tokens, rows_bound, seqs, max_pages, *_ = bound
     manifest, table = package.manifest, package.table
     arch, multiprocessors, device, mode = _device(manifest, table, plans, problem)
+    serving = str if plans is None else plans.device.serving
     keys_bound = max_pages * geometry.page_size
     if max_seqlen_k is not None:
         keys_bound = min(keys_bound, max_seqlen_k)
@@ -108,13 +110,13 @@ def explain(
             bounds := Bounds(min(rows_bound, package.limits.max_tokens), seqs, tokens, max(keys_bound, 1)),
         )
         why = _why(geometry, row, bounds, broken)
-        for symbol in row.symbols:
+        for symbol in map(serving, row.symbols):
             variant = manifest["variants"][symbol]
             grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
             launches.append(
                 Launch(variant["family"], symbol, grid, _split(geometry, variant, grid, tokens, seqs, keys))
             )
-    symbols = {symbol for row in table.attention_rows if row.arch == arch for symbol in row.symbols}
+    symbols = {serving(symbol) for row in table.attention_rows if row.arch == arch for symbol in row.symbols}
     size = sizes.workspace_size(multiprocessors, [manifest["variants"][symbol] for symbol in symbols])
     return Explanation(
         row=row,
@@ -223,14 +225,19 @@ def _broken_promises(geometry: Geometry, data: dict[str, Tensor]) -> list[str]:
 def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int, keys: int) -> str:
     per_block = variant.get("block_m") or 0
     tile = variant.get("tile_n") or 0
-    if variant["family"] == "decode" and tile:
-        items = seqs * geometry.kv_heads * -(-keys // tile)
+    role = ROLES.get(variant["family"])
+    if role == "decode" and tile:
+        parts, heads, of = "tiles", geometry.kv_heads, "kv heads"
+        if variant.get("tensor_maps"):  # what is split is what one copy moves
+            _, at_once, tile, _ = variant["tensor_maps"][0]["box"]
+            parts, heads, of = "units", heads // at_once, of if at_once == 1 else f"groups of {at_once} kv heads"
+        items = seqs * heads * -(-keys // tile)
         return (
-            f"programs share at most {items} key tiles ({seqs} sequences x {geometry.kv_heads} kv heads x "
-            f"{-(-keys // tile)} tiles of {tile} keys), about {-(-items // grid)} each; "
+            f"programs share at most {items} key {parts} ({seqs} sequences x {heads} {of} x "
+            f"{-(-keys // tile)} {parts} of {tile} keys), about {-(-items // grid)} each; "
             "parts of one sequence and head are merged by the last"
         )
-    if variant["family"] in ("prefill", "varlen") and per_block:
+    if (role == "prefill" or variant["family"] == "varlen") and per_block:
         group = geometry.query_heads // geometry.kv_heads
         blocks = geometry.kv_heads * (-(-tokens * group // per_block) + seqs)
         packed = f"a kv head's {group} query heads packed"

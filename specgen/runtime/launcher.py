@@ -10,13 +10,11 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from . import ctypes_launch
+from . import ctypes_launch, tensor_maps
 from .arguments import Argument
 from .driver import CudaDriver, HipDriver
 from .errors import ArgumentError, DriverError, LaunchPathWarning
-
-# Null pointers after the declared arguments of Triton's kernels, on both vendors: global and profile scratch.
-SCRATCH_POINTERS = 2
+from .tensor_maps import TensorMap
 
 _KINDS = {"pointer": "p", "i32": "i", "i64": "l"}
 _NEEDED = {
@@ -29,14 +27,19 @@ _NEEDED = {
 class Launch(NamedTuple):
     """What is fixed about launching one kernel. Sizes are bytes and threads of a block; `where` names the
     device for errors.
+
+    `call` is what a caller passes and `arguments` what the kernel takes of it, in its own order, its tensor
+    maps made as `maps` says.
     """
 
     symbol: str
     function: int
     threads: int
     shared_bytes: int
+    call: tuple[Argument, ...]
     arguments: tuple[Argument, ...]
     where: str
+    maps: tuple[TensorMap, ...] = ()
 
 
 def bind(driver: CudaDriver | HipDriver, index: int, launch: Launch) -> Callable[..., None]:
@@ -44,12 +47,19 @@ def bind(driver: CudaDriver | HipDriver, index: int, launch: Launch) -> Callable
     thread has current.
 
     `grid` is a positive int (blocks), `stream` the handle of a stream of that device as an int (0: the
-    default stream), and `args` follow `launch.arguments`: torch tensors or addresses for pointers, ints for
-    the rest. The call returns as soon as the launch is queued. Raises ArgumentError, naming the argument, and
-    DriverError; then nothing was launched.
+    default stream), and `args` follow `launch.call`: torch tensors or addresses for pointers, ints for the
+    rest; what the kernel does not take is not looked at. The call returns as soon as the launch is queued.
+    Raises ArgumentError, naming the argument, and DriverError; then nothing was launched.
     """
+    if launch.maps and not driver.launch_addresses.encode:
+        raise DriverError(
+            f"{launch.symbol} takes tensor maps, which the driver of {launch.where} cannot encode: "
+            f"it has no {driver.encode_function}; needed: a later driver"
+        )
     extension, reason = load_extension()
-    kinds = "".join(_KINDS[argument.kind] for argument in launch.arguments)
+    parameters, maps = tensor_maps.resolve(launch.call, launch.arguments, launch.maps)
+    needed = tensor_maps.needed(parameters, maps)
+    kinds = "".join(_KINDS[each.kind] if i in needed else "-" for i, each in enumerate(launch.call))
     refuse = functools.partial(_refuse, launch)
     fail = functools.partial(_fail, driver, launch)
     if extension is None:
@@ -61,7 +71,8 @@ def bind(driver: CudaDriver | HipDriver, index: int, launch: Launch) -> Callable
             launch.threads,
             launch.shared_bytes,
             kinds,
-            SCRATCH_POINTERS,
+            parameters,
+            maps,
             refuse,
             fail,
         )
@@ -73,7 +84,8 @@ def bind(driver: CudaDriver | HipDriver, index: int, launch: Launch) -> Callable
         launch.threads,
         launch.shared_bytes,
         kinds,
-        SCRATCH_POINTERS,
+        parameters,
+        maps,
         refuse,
         fail,
     )
@@ -104,9 +116,9 @@ def _refuse(launch: Launch, position: int, value: object) -> NoReturn:
     count (`value`).
     """
     if position == -3:
-        names = ", ".join(argument.name for argument in launch.arguments)
+        names = ", ".join(argument.name for argument in launch.call)
         raise ArgumentError(
-            f"{launch.symbol}: {value} arguments came, {len(launch.arguments) + 2} needed: "
+            f"{launch.symbol}: {value} arguments came, {len(launch.call) + 2} needed: "
             f"grid, stream, {names}"
         )
     if position == -2:
@@ -117,7 +129,7 @@ def _refuse(launch: Launch, position: int, value: object) -> NoReturn:
         raise ArgumentError(
             f"{launch.symbol}: stream: {_shown(value)} came, a stream handle as an int needed"
         )
-    argument = launch.arguments[position]
+    argument = launch.call[position]
     raise ArgumentError(
         f"{launch.symbol}: {argument.name}: {_shown(value)} came, {_NEEDED[argument.kind]} needed"
     )
@@ -138,8 +150,17 @@ _STAGES = (
 def _fail(
     driver: CudaDriver | HipDriver, launch: Launch, code: int, stage: int, grid: int, stream: int
 ) -> NoReturn:
-    """Raise the error for a failed driver call of a launch."""
+    """Raise the error for a failed driver call of a launch; stages after _STAGES are maps."""
     name = driver.error_name(code)
+    if stage >= len(_STAGES):
+        made = launch.maps[stage - len(_STAGES)]
+        raise DriverError(
+            f"encoding {made.name} before launching {launch.symbol} failed: {name} ({code}); "
+            f"{driver.encode_function} needs {made.tensor} at a multiple of 16 bytes, strides "
+            f"({', '.join(made.strides)}) of multiples of 16 bytes below 2^40, and sizes from 1 to 2^32",
+            code,
+            name,
+        )
     raise DriverError(
         f"{_STAGES[stage]} {launch.symbol} failed: {name} ({code}); {driver.launch_function} "
         f"with grid {grid}, {launch.threads} threads, {launch.shared_bytes} bytes of shared memory, "

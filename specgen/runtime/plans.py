@@ -49,7 +49,7 @@ class DevicePlans:
         self._variants = variants
         rows = [row for row in table.attention_rows if row.arch == device.arch]
         self.size = sizes.workspace_size(
-            device.multiprocessors, [variants[symbol] for row in rows for symbol in row.symbols]
+            device.multiprocessors, [variants[device.serving(symbol)] for row in rows for symbol in row.symbols]
         )
         self.workspaces = WorkspacePool(torch_device, lambda: make_workspace(self))
         self._attention: dict[tuple[Geometry, bool], tuple[Callable, dict[int, AttentionPlan]]] = {}
@@ -139,9 +139,11 @@ class DevicePlans:
     def _load(self, plan: AttentionPlan) -> None:
         row = plan.row
         if row.prefill:
-            plan.prefill, plan.prefill_grid = self.device.kernel(row.prefill), self.grid(row.prefill)
+            symbol = self.device.serving(row.prefill)
+            plan.prefill, plan.prefill_grid = self.device.kernel(symbol), self.grid(symbol)
         if row.decode:
-            plan.decode, plan.decode_grid = self.device.kernel(row.decode), self.grid(row.decode)
+            symbol = self.device.serving(row.decode)
+            plan.decode, plan.decode_grid = self.device.kernel(symbol), self.grid(symbol)
         plan.ready = True
 
 

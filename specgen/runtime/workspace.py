@@ -16,12 +16,12 @@ from .sizes import WorkspaceSize
 class Workspace:
     """Scratch for `attention` on one device, of a constant size.
 
-    `partial_acc` and `partial_ml` are float32, `counters` int32, each flat. The kernels leave the counters
-    zero, so one workspace serves any number of calls that run one after another; calls that may run at once,
+    `partial_acc` and `partial_ml` are float32, `counters` and `tickets` int32, each flat. The kernels leave counters
+    and tickets zero, so one workspace serves any number of calls that run one after another; calls that may run at once,
     as two graphs that may replay at once, need two. `limits` holds what a call that uses it may hold at most.
     """
 
-    __slots__ = ("partial_acc", "partial_ml", "counters", "device", "limits", "nbytes", "_owner")
+    __slots__ = ("partial_acc", "partial_ml", "counters", "tickets", "device", "limits", "nbytes", "_owner")
 
     def __init__(self, device: torch.device, size: WorkspaceSize, limits: Limits, owner: object):
         self.device = device
@@ -32,10 +32,12 @@ class Workspace:
             self.partial_acc = torch.empty(size.partial_acc, dtype=torch.float32, device=device)
             self.partial_ml = torch.empty(size.partial_ml, dtype=torch.float32, device=device)
             self.counters = torch.zeros(size.counters, dtype=torch.int32, device=device)
+            self.tickets = torch.zeros(size.tickets, dtype=torch.int32, device=device)
 
     def reset(self) -> None:
-        """Zero the counters on the current stream of the device: needed after a launch was aborted midway."""
+        """Zero counters and tickets on the current stream of the device: needed after a launch was aborted midway."""
         self.counters.zero_()
+        self.tickets.zero_()
 
     def belongs_to(self, owner: object) -> bool:
         """Whether the package `owner` made it."""

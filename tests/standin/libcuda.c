@@ -10,7 +10,7 @@
 
 static __thread CUcontext stack[MAX_DEPTH];
 static __thread int depth;
-static int functions;
+static int functions, maps;
 
 static CUcontext current(void) { return depth ? stack[depth - 1] : NULL; }
 
@@ -127,6 +127,30 @@ CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
     if (standin_get("fail_capturing"))
         return (CUresult)standin_get("fail_capturing");
     *status = (CUstreamCaptureStatus)standin_get("capturing");
+    return CUDA_SUCCESS;
+}
+
+/* The map holds the number of the call that made it, so that a launch shows which one it was given. */
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                const cuuint64_t *extents, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *steps, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill) {
+    char sizes[128] = "", distances[128] = "", boxes[128] = "";
+    if (standin_get("fail_encode") == (int)rank)
+        return CUDA_ERROR_INVALID_VALUE;
+    if ((uintptr_t)map % 64 || current() == NULL || interleave || fill)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    for (cuuint32_t i = 0; i < rank; i++) {
+        snprintf(sizes + strlen(sizes), 24, "%s%llu", i ? "," : "", (unsigned long long)extents[i]);
+        snprintf(boxes + strlen(boxes), 24, "%s%u", i ? "," : "", box[i] * steps[i]);
+        if (i + 1 < rank)
+            snprintf(distances + strlen(distances), 24, "%s%llu", i ? "," : "", (unsigned long long)strides[i]);
+    }
+    memset(map, 0, sizeof *map);
+    map->opaque[0] = map->opaque[15] = (cuuint64_t)++maps;
+    standin_record("encode map=%d type=%d address=%llu extents=%s strides=%s box=%s swizzle=%d promotion=%d\n",
+                   maps, type, (unsigned long long)(uintptr_t)address, sizes, distances, boxes, swizzle, promotion);
     return CUDA_SUCCESS;
 }
 

@@ -13,7 +13,7 @@
 static pthread_mutex_t standin_mutex = PTHREAD_MUTEX_INITIALIZER;
 static char standin_text[1 << 18];
 static size_t standin_used;
-static char standin_arguments[128]; /* kinds of the next launches' arguments, scratch included: p, i, l */
+static char standin_arguments[128]; /* kinds of the next launches' arguments, scratch included: p, i, l, m */
 
 static struct setting {
     const char *name;
@@ -22,7 +22,7 @@ static struct setting {
     {"devices", 2, 2},     {"major", 9, 9},           {"minor", 0, 0},         {"multiprocessors", 132, 132},
     {"shared", 0, 0},      {"max_threads", 1024, 1024}, {"capturing", 0, 0},     {"fail_init", 0, 0},
     {"fail_load", 0, 0},   {"fail_function", 0, 0},   {"fail_launch", 0, 0},   {"fail_enter", 0, 0},
-    {"fail_leave", 0, 0},  {"fail_capturing", 0, 0},  {"record", 1, 1},
+    {"fail_leave", 0, 0},  {"fail_capturing", 0, 0},  {"fail_encode", 0, 0},   {"record", 1, 1},
 };
 
 static int *standin_find(const char *name) {
@@ -82,6 +82,8 @@ static void standin_launch(const char *name, void *function, unsigned gx, unsign
         long long value = 0;
         if (standin_arguments[i] == 'p')
             value = (long long)*(uint64_t *)parameters[i];
+        else if (standin_arguments[i] == 'm') /* 128 bytes of a map: whole only if both ends agree */
+            value = ((uint64_t *)parameters[i])[0] == ((uint64_t *)parameters[i])[15] ? *(int64_t *)parameters[i] : -1;
         else if (standin_arguments[i] == 'i')
             value = *(int32_t *)parameters[i];
         else

@@ -159,6 +159,34 @@ def runtime_module(package: Path, module: str) -> ModuleType:
     return importlib.import_module(f"{package.name}.runtime.{module}")
 
 
+class Bench:
+    """A fake package's launcher on one vendor's stand-in."""
+
+    def __init__(self, standin, vendor, path, package):
+        self.standin, self.vendor, self.path = standin, vendor, path
+        names = ("driver", "launcher", "arguments", "tensor_maps", "errors")
+        self.modules = {name: runtime_module(package, name) for name in names}
+        self.driver = self.modules["driver"].open_driver(vendor)
+
+    def bind(self, family="merge_states", index=0, threads=128, shared_bytes=1000, maps=()):
+        """(handle, kernel) of a family, its tensor maps as manifest entries."""
+        call = self.modules["arguments"].call_arguments(family)
+        taken = self.modules["arguments"].arguments(family)
+        maps = self.modules["tensor_maps"].variant_maps({"tensor_maps": maps})
+        kinds = {"pointer": "p", "i32": "i", "i64": "l", "tensor_map": "m"}
+        ranks = {each.name: len(each.box) for each in maps}
+        fillers = {name: "i" * rank + "l" * rank for name, rank in ranks.items()}
+        self.standin.kinds("".join(kinds[a.kind] + fillers.get(a.name, "") for a in taken) + "pp")
+        handle = self.driver.load(index, b"image\0", "entry", shared_bytes, threads)
+        launch = self.modules["launcher"].Launch(
+            "the_symbol", handle, threads, shared_bytes, call, taken, "the GPU", maps
+        )
+        return handle, self.modules["launcher"].bind(self.driver, index, launch)
+
+    def error(self, name):
+        return getattr(self.modules["errors"], name)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("standin")
