@@ -108,16 +108,16 @@ def check_graph_replay(package, case: Case) -> None:
         raise SkipTest("graphs are captured on a GPU only")
     if case.family == "varlen":
         row = _varlen_row(package, case, device)
-        batches = [fit(batch, case, case.max_tokens) for batch in (*PREFILL_REPLAYS, *DECODE_REPLAYS)]
-        _replay(package, case, row, PackedPool, device, batches)
+        fitted = [fit(batch, case, case.max_tokens) for batch in (*PREFILL_REPLAYS, *DECODE_REPLAYS)]
+        _replay(package, case, row, PackedPool, device, fitted)
         return
     for row in _attention_rows(package, case, device):
         serving = _serving(package, row)
         known = DECODE_REPLAYS if row.prefill is None else PREFILL_REPLAYS
-        batches = [fit(batch, case, row.max_query_len) for batch in known]
+        fitted = [fit(batch, case, row.max_query_len) for batch in known]
         workspace = poisoned_workspace(package, device)
         options = dict(max_seqlen_q=row.max_query_len, workspace=workspace)
-        _replay(serving, case, row, Pool, device, batches, row.min_query_len, **options)
+        _replay(serving, case, row, Pool, device, fitted, row.min_query_len, **options)
         assert_counters_clear(workspace, case.symbol)
 
 
@@ -225,8 +225,7 @@ def device_arch(package, device: torch.device) -> str:
 
 
 def _known(case: Case) -> tuple[Batch, ...]:
-    known = (*BATCHES, *edge_batches(case))
-    return tuple(batch for batch in known if not batch.beyond) if case.family == "varlen" else known
+    return (*BATCHES, *edge_batches(case))
 
 
 def _rows(package, case: Case, device: torch.device, table: str, **fields) -> list:

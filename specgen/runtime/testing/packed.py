@@ -40,8 +40,8 @@ class PackedPool(Pool):
         self.cu_seqlens_k = torch.zeros(self.seqs + 1, dtype=torch.int32, device=device)
 
     def load(self, batch: Batch, *, fill: float = 0.0, seed: int = 0, values: str = "random") -> None:
-        """Put a batch into the buffers, as `Pool.load` does."""
-        super().load(batch, fill=fill, seed=seed, values=values, pages=range(self.pages))
+        """Put a batch into the buffers, as `Pool.load` does; nothing clamps lengths `beyond` the keys."""
+        super().load(replace(batch, beyond=0), fill=fill, seed=seed, values=values, pages=range(self.pages))
         self.cu_seqlens_k[1:] = self.seq_lens.cumsum(0)
 
     def arguments(self) -> dict:
