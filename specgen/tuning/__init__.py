@@ -23,7 +23,7 @@ def candidates(
     """Configurations of `family` for this geometry on `target`, the preferred first. Never empty for a legal geometry."""
     found = []
     for row in _rows().get(family, ()):
-        if not holds(row["for"], family, geometry, target, aligned):
+        if not holds(row["for"], family, geometry, target, aligned, max_query_len):
             continue
         block_m = row["block_m"]
         if family == "decode":
@@ -35,7 +35,9 @@ def candidates(
     return found
 
 
-def holds(when: Mapping, family: str, geometry: Geometry, target: Target, aligned: bool) -> bool:
+def holds(
+    when: Mapping, family: str, geometry: Geometry, target: Target, aligned: bool, max_query_len: int | None
+) -> bool:
     """Whether the `for` of a row of configs.yaml or space.yaml takes in this case."""
     # Merging reads no key: its choice may not depend on qk_dim, or two kernels would claim one dispatch row.
     v_width = sum(geometry.v_tiles)

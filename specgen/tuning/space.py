@@ -82,7 +82,7 @@ def _crossed(
     if _families()[family]["role"] == "decode":
         rows_taken = max(16, next_power_of_two(geometry.group * max_query_len))
     for row in _families()[family]["axes"]:
-        if not holds(row["for"], family, geometry, target, aligned=True):
+        if not holds(row["for"], family, geometry, target, True, max_query_len):
             continue
         block_ms = row["block_m"]
         if rows_taken is not None:
