@@ -225,7 +225,8 @@ def device_arch(package, device: torch.device) -> str:
 
 
 def _known(case: Case) -> tuple[Batch, ...]:
-    return (*BATCHES, *edge_batches(case))
+    known = (*BATCHES, *edge_batches(case))
+    return tuple(batch for batch in known if not batch.beyond) if case.family == "varlen" else known
 
 
 def _rows(package, case: Case, device: torch.device, table: str, **fields) -> list:
