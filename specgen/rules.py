@@ -130,11 +130,14 @@ def why_not(variant: Variant, target: Target, limits: Limits) -> str | None:
     """The reason why `target` cannot run `variant` on every batch within `limits`, or None."""
     if variant.family == "decode_ws" and (reason := _decode_ws_refusal(variant, target)):
         return reason
-    if (items := work_items(variant, limits)) > _MAX_ITEMS:
+    most = _MAX_ITEMS
+    if variant.family == "decode_ws":  # a share may be larger than even
+        most -= most // decode_ws.SHARE_SLACK
+    if (items := work_items(variant, limits)) > most:
         what = f"key tiles of {_grain(variant)}" if variant.family in ("decode", "decode_ws") else "row blocks"
         return (
             f"a launch may have {items} {what} (max_seqs {limits.max_seqs}, max_seq_len {limits.max_seq_len}, "
-            f"max_tokens {limits.max_tokens}), the kernel counts to {_MAX_ITEMS}"
+            f"max_tokens {limits.max_tokens}), the kernel counts to {most}"
         )
     needed, available = shared_bytes(variant, target.vendor), target.shared_memory_per_block
     if needed > available:

@@ -13,8 +13,9 @@ ATTENTION_FAMILIES = (*ROLES, "varlen")
 GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
-# Options that a template reads; the others are the compiler's. decode_ws: keys of a box, key/value heads of a program.
-TUNABLES = ("heads", "unit")
+# Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
+# alike (0: no), key/value heads of a program, keys of a box.
+TUNABLES = ("align", "heads", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
