@@ -13,7 +13,8 @@ class CompileJob:
     function is Gluon's, ("k_map", "tensordesc<...>");
     `divisibility` promises (argument index, divisor). `parameters` are the bytes of each parameter that the
     launcher will pass, in order; empty: not checked. `options` are further compiler options of the vendor,
-    such as ("waves_per_eu", 2) or ("maxnreg", 128). `shared_limit` is the shared memory in bytes that one
+    such as ("waves_per_eu", 2) or ("maxnreg", 128); ("evict_first", 1) is not Triton's: copies by tensor map leave L2 first.
+    `shared_limit` is the shared memory in bytes that one
     block may use on the smallest of the GPUs `targets` (ids, used in messages).
     """
 
@@ -78,5 +79,12 @@ class Binary:
 @dataclass(frozen=True)
 class Refused:
     """A kernel that the compiler finds too large for the GPU, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A kernel that does not compile, or whose compiler process died or took too long; the reason names the kernel."""
 
     reason: str

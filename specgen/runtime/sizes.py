@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from .arguments import ROLES
 
-MIN_BLOCK_V = 16
+MIN_TILE = 16
+MERGE_GROUP = 32  # partial states that one program of decode_ws merges; longer items are merged in two levels
 TICKETS = 2  # work items handed out and programs that are done, of a family whose programs take items in turn
 POINTER_ALIGNMENT = 16
+
 
 class WorkspaceSize(NamedTuple):
     """Elements of each scratch array of a workspace: float32, float32, int32 and int32."""
@@ -33,9 +35,26 @@ def grid(multiprocessors: int, ctas_per_multiprocessor: int) -> int:
     return multiprocessors * ctas_per_multiprocessor
 
 
+def head_tiles(dim: int) -> tuple[int, ...]:
+    """Widths of the tiles that hold `dim` elements of a head: powers of two of at least 16 (the depth of a matrix
+    instruction), one, or two where those need less room than one: 128 -> (128,), 96 -> (64, 32), 80 -> (64, 16).
+    """
+    whole = _power_of_two(dim)
+    first = whole // 2
+    if first >= MIN_TILE and dim > first:
+        rest = _power_of_two(dim - first)
+        if first + rest < whole:
+            return first, rest
+    return (whole,)
+
+
+def _power_of_two(dim: int) -> int:
+    return max(MIN_TILE, 1 << (dim - 1).bit_length())
+
+
 def block_v(v_dim: int) -> int:
-    """Columns of an accumulator tile: the next power of two that holds v_dim, at least 16."""
-    return max(MIN_BLOCK_V, 1 << (v_dim - 1).bit_length())
+    """Columns of an accumulator: those of its tiles together."""
+    return sum(head_tiles(v_dim))
 
 
 def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
@@ -53,18 +72,52 @@ def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
     )
 
 
+def partial_rows(block_m: int, group: int, max_query_len: int) -> int:
+    """Rows of a tile of `block_m` that can hold a query row of one key/value head: those that decode_ws keeps of it."""
+    return min(block_m, 1 << (group * max_query_len - 1).bit_length())
+
+
+def decode_ws_columns(v_dim: int) -> int:
+    """Columns of a decode_ws accumulator: the next power of two that holds v_dim, at least 64."""
+    return max(64, 1 << (v_dim - 1).bit_length())
+
+
+def decode_ws_workspace(programs: int, rows: int, v_dim: int) -> WorkspaceSize:
+    """Scratch of one decode_ws launch of `programs` programs whose partial states have `rows` rows.
+
+    Each program leaves at most two partial states, and each group of MERGE_GROUP programs two more, each with a counter of
+    its own: partial_acc [2 * (programs + groups), rows, columns], partial_ml [2 * (programs + groups), 2, rows],
+    counters [programs + 2 * groups], zero between launches.
+    """
+    groups = -(-programs // MERGE_GROUP)
+    states = 2 * (programs + groups)
+    return WorkspaceSize(
+        partial_acc=states * rows * decode_ws_columns(v_dim),
+        partial_ml=states * 2 * rows,
+        counters=programs + 2 * groups,
+        tickets=TICKETS,
+    )
+
+
+def _variant_workspace(multiprocessors: int, variant: Mapping) -> WorkspaceSize:
+    programs = grid(multiprocessors, variant["ctas_per_multiprocessor"])
+    if variant["family"] == "decode_ws":
+        group = variant["query_heads"] // variant["kv_heads"]
+        rows = partial_rows(variant["block_m"], group, variant["max_query_len"]) * variant["options"].get("heads", 1)
+        return decode_ws_workspace(programs, rows, variant["v_dim"])
+    return decode_workspace(programs, variant["block_m"], variant["v_dim"])
+
+
 def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> WorkspaceSize:
     """Scratch that serves every given variant on a device: the elementwise maximum over its decode variants.
 
-    `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m` and `v_dim`; others
-    than decode need none but the tickets. No array is empty, so that each has an address.
+    `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m`, `v_dim` and, of decode_ws, `query_heads`,
+    `kv_heads`, `max_query_len` and `options`; families of another role need none but the tickets. No array is empty, so that each has an address.
     """
     size = WorkspaceSize(1, 1, 1, TICKETS)
     for variant in variants:
         if ROLES.get(variant["family"]) == "decode":
-            programs = grid(multiprocessors, variant["ctas_per_multiprocessor"])
-            need = decode_workspace(programs, variant["block_m"], variant["v_dim"])
-            size = WorkspaceSize(*map(max, size, need))
+            size = WorkspaceSize(*map(max, size, _variant_workspace(multiprocessors, variant)))
     return size
 
 

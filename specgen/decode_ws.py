@@ -1,0 +1,158 @@
+"""The numbers of the decode_ws family, derived once from geometry and configuration: template, legality, scratch and
+tests read them here. Pure integers; imports only nouns.
+"""
+
+from dataclasses import dataclass
+
+from specgen.runtime import sizes
+from specgen.variant import BOX_COLUMNS, Variant, next_power_of_two
+
+KEY_PARTS = 4  # of a tile whose keys are divided among the warps
+HEADS = (1, 4, 8)  # key/value heads of a program that there may be
+MATRIX_ROWS = 16  # query rows of a matrix instruction
+MATRIX_KEYS = 16  # keys of a matrix instruction
+LANES = 32
+MIN_SHARE_KEYS = 64  # keys x heads that a program takes at least: smaller shares cost more in merging than they save
+MAX_SEQS = 1024  # sequences whose lengths one warp plans in registers
+UNSEEN = "-3.4028234663852886e38"  # the lowest float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tiles, warps and layouts of one specialization; counts of elements, keys, query rows or warps."""
+
+    variant: Variant
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads that a program attends to at once: one, its keys divided among the warps, or one a part."""
+        return self.variant.heads_box
+
+    @property
+    def parts(self) -> int:
+        """Parts of a tile, one a warp; `row_warps` warps where a tile has more query rows than a matrix instruction."""
+        return self.heads if self.heads > 1 else KEY_PARTS
+
+    @property
+    def unit(self) -> int:
+        """Keys of one box, all of one page: the grain of the even split."""
+        return self.variant.keys_box
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile in shared memory: key x head."""
+        return self.variant.config.tile_n * self.heads
+
+    @property
+    def part_keys(self) -> int:
+        """Keys of a tile that one warp attends to."""
+        return self.tile_rows // self.parts
+
+    @property
+    def min_share(self) -> int:
+        """Units that a program takes at least."""
+        return max(1, MIN_SHARE_KEYS // (self.unit * self.heads))
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that divide the query rows of a tile among them."""
+        return self.variant.config.block_m // MATRIX_ROWS
+
+    @property
+    def partial_rows(self) -> int:
+        """Rows of a tile that can hold a query row: those that a partial state keeps of a head."""
+        g, c = self.variant.geometry, self.variant.config
+        return sizes.partial_rows(c.block_m, g.group, self.variant.max_query_len)
+
+    @property
+    def state_rows(self) -> int:
+        """Rows of a partial state, of all its heads."""
+        return self.heads * self.partial_rows
+
+    @property
+    def join_rows(self) -> int:
+        """Rows of a head that leave the matrix layout: half a matrix instruction where that is enough."""
+        half = MATRIX_ROWS // 2
+        return half if self.partial_rows <= half else self.variant.config.block_m
+
+    @property
+    def row_lanes(self) -> int:
+        """Lanes along the rows of a state, each thread holding 4 elements of a row; the others lie along the head."""
+        return max(1, LANES * 4 // self.variant.block_v)
+
+    @property
+    def join_warps(self) -> int:
+        """Warps along the rows of a joined state; the others lie along the head."""
+        return min(self.variant.config.num_warps, self.join_rows // self.row_lanes)
+
+    @property
+    def merge_warps(self) -> int:
+        """Warps along the rows of merged partial states; the others lie along the partial states."""
+        return min(self.variant.config.num_warps, self.state_rows)
+
+    @property
+    def partials_at_once(self) -> int:
+        """Partial states that the merging program loads at once: 128 registers a thread where there are as many, else 64."""
+        roomy = self.variant.tunable("maxnreg", 0) >= 160 and self.row_warps == 1 and self.variant.block_v < 256
+        elements = self.variant.config.num_warps * LANES * (128 if roomy else 64)
+        return max(1, min(sizes.MERGE_GROUP, elements // (self.state_rows * self.variant.block_v)))
+
+    @property
+    def plan_seqs(self) -> int:
+        """Length of the plan's vectors: limits.max_seqs rounded up to a power of two, one or more a lane."""
+        return max(LANES, next_power_of_two(self.variant.max_seqs))
+
+    @property
+    def loader_registers(self) -> int:
+        """Registers of a thread of the loading warp: the plan's vectors and what its loop needs."""
+        return 40 if self.plan_seqs <= 256 else 72
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory, at most: the ring of tiles, what joining warps pass through, barriers."""
+        g, c = self.variant.geometry, self.variant.config
+        ring = c.num_stages * self.tile_rows * (self.variant.block_qk + self.variant.block_v) * g.itemsize
+        join = self.parts * self.join_rows * self.variant.block_v * 4 if self.heads == 1 else 0
+        return ring + join + 2048
+
+    def view(self) -> dict:
+        """The names that the family's template may use besides those of every kernel."""
+        g, c = self.variant.geometry, self.variant.config
+        many_rows = self.variant.max_query_len > 1
+        causal_rows = g.mask == "causal" and many_rows
+        edge_rows = (g.sliding_window is not None or g.chunk is not None) and many_rows
+        return {
+            "total_warps": c.num_warps + 4,
+            "vector_plan": True,
+            "block_seqs": self.plan_seqs,
+            "seqs_per_lane": self.plan_seqs // LANES,
+            "heads": self.heads,
+            "head_a_warp": self.heads > 1,
+            "head_groups": g.kv_heads // self.heads,
+            "unit": self.unit,
+            "units_per_tile": c.tile_n // self.unit,
+            "min_share": self.min_share,
+            "panel": BOX_COLUMNS,
+            "parts": self.parts,
+            "part_keys": self.part_keys,
+            "row_warps": self.row_warps,
+            "attending_threads": c.num_warps * LANES,
+            "loader_registers": self.loader_registers,
+            "join_rows": self.join_rows,
+            "partial_rows": self.partial_rows,
+            "state_rows": self.state_rows,
+            "partials_at_once": self.partials_at_once,
+            "merge_group": sizes.MERGE_GROUP,
+            "row_lanes": self.row_lanes,
+            "dim_lanes": LANES // self.row_lanes,
+            "join_warps": self.join_warps,
+            "join_dim_warps": c.num_warps // self.join_warps,
+            "merge_warps": self.merge_warps,
+            "merge_state_warps": c.num_warps // self.merge_warps,
+            "unseen": UNSEEN,
+            "itemsize": g.itemsize,
+            # Where rows of one item may differ in what they see.
+            "causal_rows": causal_rows,
+            "edge_rows": edge_rows,
+            "position_rows": causal_rows or edge_rows,
+        }

@@ -1,0 +1,270 @@
+"""The decode_ws family without a GPU: its generated sources run in the stand-in of tests/standin/gluon_standin.py against
+the float64 reference, and its binaries are held to their budgets.
+"""
+
+import random
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "standin"))
+from gluon_standin import Launch, Memory, Tensor, TensorMap  # noqa: E402
+
+from specgen.aot import compile_all
+from specgen.binary import CompileJob
+from specgen.decode_ws import Shape
+from specgen.errors import BuildError
+from specgen.render import kernel_source
+from specgen.rules import why_not
+from specgen.runtime import sizes
+from specgen.runtime.testing.cases import BATCHES, Batch, Case, edge_batches, fit
+from specgen.runtime.testing.pools import Pool
+from specgen.spec import Limits
+from specgen.target import load_targets
+from specgen.tuning import candidates
+from specgen.variant import Config, Geometry, Variant
+
+torch.set_num_threads(1)  # tensors are small
+NAN = float("nan")
+GEOMETRY = Geometry(8, 2, 128, 128, "bfloat16", 16, 128**-0.5, "causal")
+NARROW = Config(16, 64, 4, 2, 2, (("maxnreg", 128),))
+WIDE = Config(32, 64, 8, 3, 1, (("maxnreg", 128),))
+
+
+def boxes_of(keys: int, config: Config = NARROW) -> Config:
+    """A configuration whose boxes hold so many keys."""
+    return replace(config, options=(*config.options, ("unit", keys)))
+
+
+def heads_at_once(heads: int) -> Config:
+    """A configuration whose programs attend to so many key/value heads, one a warp."""
+    return replace(NARROW, tile_n=16, num_warps=heads, options=(("heads", heads), *NARROW.options))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant over batches: its geometry's changes, configuration, query rows that it takes, programs of a launch."""
+
+    changes: dict
+    config: Config = NARROW
+    max_query_len: int = 1
+    programs: int = 7
+    layout: str = "NHD"
+
+    @property
+    def variant(self) -> Variant:
+        return Variant("decode_ws", replace(GEOMETRY, **self.changes), self.config, True, 16, self.max_query_len)
+
+    @property
+    def case(self) -> Case:
+        g = self.variant.geometry
+        return Case(
+            "", "decode", g.dtype, g.v_dim, "layer", g.query_heads, g.kv_heads, g.qk_dim, g.page_size, g.mask, g.scale,
+            g.sliding_window, g.chunk, g.softcap, g.sinks, layout=self.layout, max_seqs=16, max_seq_len=1 << 20, max_tokens=400,
+        )  # fmt: skip
+
+
+RUNS = {
+    "gqa": Run({}, programs=20),
+    "one_program": Run({}, programs=1),
+    "float16": Run({"dtype": "float16"}),
+    "mha": Run({"query_heads": 3, "kv_heads": 3}),
+    "mqa_32_rows": Run({"query_heads": 32, "kv_heads": 1}, WIDE, programs=12),
+    "group_256": Run({"query_heads": 256, "kv_heads": 1}, WIDE),
+    "group_7_dim_64": Run({"query_heads": 14, "qk_dim": 64, "v_dim": 64}, replace(NARROW, tile_n=128)),
+    "dim_256": Run({"query_heads": 4, "qk_dim": 256, "v_dim": 256}),
+    "dim_80": Run({"qk_dim": 80, "v_dim": 80}),
+    "dims_192_128": Run({"qk_dim": 192, "v_dim": 128}),
+    "dim_24": Run({"qk_dim": 24, "v_dim": 24}),
+    "four_heads": Run({"query_heads": 16, "kv_heads": 4}, heads_at_once(4), programs=20),
+    "four_heads_speculative": Run({"query_heads": 8, "kv_heads": 8}, heads_at_once(4), max_query_len=4),
+    "eight_heads_window": Run({"query_heads": 8, "kv_heads": 8, "sliding_window": 50}, heads_at_once(8)),
+    "speculative": Run({}, max_query_len=4),
+    "speculative_row_blocks": Run({"query_heads": 20, "kv_heads": 1}, max_query_len=3, programs=30),
+    "speculative_32_rows": Run({}, WIDE, max_query_len=8),
+    "page_64": Run({"page_size": 64}, boxes_of(64)),
+    "page_256_hnd": Run({"page_size": 256}, boxes_of(32), layout="HND"),
+    "page_2048": Run({"page_size": 2048}),
+    "bidirectional": Run({"mask": "bidirectional"}, max_query_len=4),
+    "window": Run({"sliding_window": 37}),
+    "window_speculative_sinks": Run({"sliding_window": 100, "sinks": True}, max_query_len=4),
+    "chunk": Run({"chunk": 64}, max_query_len=4),
+    "softcap_sinks": Run({"softcap": 5.0, "sinks": True}, max_query_len=2),
+}
+# Of the batches that every specialization meets on a GPU: the stand-in is slow.
+CHOSEN = ("stale_tail", "empty_batch", "rows_without_keys", "page_sizes", "beyond_block_table")
+LONG = Batch("long", ((1, 70), (1, 4400), (1, 3000)))
+MIXED = Batch("mixed", ((1, 63), (9, 40), (0, 5), (1, 64), (40, 3), (2, 130), (1, 15)))
+
+
+def launch(run: Run, batch: Batch, layout: str, fill: float, order=None) -> tuple[torch.Tensor, torch.Tensor, Pool]:
+    """(out, lse) [tokens, ...] after one launch over the batch, unwritten rows NaN; caches around its keys hold `fill`."""
+    variant, case = run.variant, run.case
+    pool = Pool(case, torch.device("cpu"), [batch], layout, min_tokens=1)
+    pool.load(batch, fill=fill)
+    pool.out.fill_(NAN)
+    lse = torch.full((pool.tokens, case.query_heads), NAN)
+    shape = Shape(variant)
+    size = sizes.decode_ws_workspace(run.programs, shape.state_rows, case.v_dim)
+    scratch = torch.full((size.partial_acc,), NAN), torch.full((size.partial_ml,), NAN)
+    counters = torch.zeros(size.counters, dtype=torch.int32)
+    tensors = {
+        "q": pool.q, "out": pool.out, "lse": lse, "block_table": pool.block_table, "seq_lens": pool.seq_lens,
+        "cu_seqlens_q": pool.cu_seqlens_q, "partial_acc": scratch[0], "partial_ml": scratch[1], "counters": counters,
+        "sinks_f32": pool.sinks, "sinks_bf16": torch.zeros(1),
+    }  # fmt: skip
+    if pool.sinks is not None and pool.sinks.dtype == torch.bfloat16:
+        tensors |= {"sinks_f32": torch.zeros(1), "sinks_bf16": pool.sinks}
+    numbers = {
+        "num_seqs": pool.seqs, "max_pages": pool.columns, "store_lse": 1, "block_table_stride": pool.block_table.stride(0),
+        "sinks_are_f32": int(pool.sinks is not None and pool.sinks.dtype == torch.float32),
+        **{f"{name}_stride_token": tensors[name].stride(0) for name in ("q", "out")},
+        **{f"{name}_stride_head": tensors[name].stride(1) for name in ("q", "out")},
+    }  # fmt: skip
+    caches = {"k_cache_ptr": pool.by_slot(pool.k_cache), "v_cache_ptr": pool.by_slot(pool.v_cache)}
+    # Dimensions as the map names them: pages, heads, slots.
+    values = {each.name: TensorMap(caches[each.tensor].transpose(1, 2), each.box) for each in variant.tensor_maps}
+    for argument in variant.arguments:
+        if argument.kind == "pointer":
+            tensor = tensors[argument.name.removesuffix("_ptr")]
+            values[argument.name] = Tensor(torch.tensor(tensor.storage_offset()), Memory(storage(tensor)))
+        elif argument.kind != "tensor_map":
+            dtype = {"i32": torch.int32, "i64": torch.int64}[argument.kind]
+            values[argument.name] = Tensor(torch.tensor(numbers[argument.name], dtype=dtype))
+    kernel = Launch(kernel_source(variant), variant.symbol, run.config.num_warps, run.programs)
+    kernel.run([values[argument.name] for argument in variant.arguments], order)
+    assert not counters.any(), "counters are zero again"
+    return pool.out.clone(), lse, pool
+
+
+def storage(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory, flat."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def check(run: Run, batch: Batch, layout: str = "plain") -> None:
+    """Right against the reference, the same bits whatever the cache holds around the keys and in whatever order programs run;
+    sequences that are not decode's are left alone.
+    """
+    out, lse, pool = launch(run, batch, layout, NAN)
+    order = random.Random(0).sample(range(run.programs), run.programs)
+    again, lse_again, _ = launch(run, batch, layout, float("inf"), order)
+    assert torch.equal(again.nan_to_num(7e7), out.nan_to_num(7e7))
+    assert torch.equal(lse_again.nan_to_num(7e7), lse.nan_to_num(7e7))
+    rows = [q for q, _ in batch.sequences for _ in range(q)]
+    takes = torch.tensor([1 <= q <= run.max_query_len for q in rows] + [False] * (pool.tokens - len(rows)), dtype=torch.bool)
+    assert out[~takes].isnan().all() and lse[~takes].isnan().all()
+    expected, expected_lse = (each[takes[: len(rows)]] for each in pool.expected())
+    error = (out[takes].double() - expected).norm()
+    assert error <= 3e-3 * expected.norm()
+    assert torch.allclose(lse[takes].double(), expected_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_matches_the_reference(name):
+    run = RUNS[name]
+    case = run.case
+    known = [batch for batch in BATCHES if batch.name in CHOSEN] + list(edge_batches(case))
+    for number, batch in enumerate([*(fit(batch, case, run.max_query_len) for batch in known), MIXED]):
+        check(run, batch, ("plain", "views")[number % 2])
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (4, 2)], ids=str)
+def test_long_items_merge_in_two_levels(heads):
+    run = Run({"query_heads": heads[0], "kv_heads": heads[1]}, programs=150)
+    check(run, LONG)
+
+
+def job(variant: Variant) -> CompileJob:
+    """How a build compiles the variant, for an H200."""
+    c = variant.config
+    return CompileJob(
+        variant.symbol,
+        "sm_90",
+        kernel_source(variant),
+        variant.signature,
+        variant.divisibility,
+        variant.parameter_bytes,
+        c.num_warps,
+        c.num_stages,
+        variant.compiler_options,
+        shared_limit=H200.shared_memory_per_block,
+        targets=("h200",),
+    )
+
+
+H200 = load_targets()["h200"]
+LIMITS = Limits(max_seqs=256, max_seq_len=131072, max_tokens=16384, max_spec_tokens=8)
+LLAMA = replace(GEOMETRY, query_heads=32, kv_heads=8)
+BUDGETS = {
+    "llama": (LLAMA, 1, 256),
+    "llama_float16_thousand_sequences": (replace(LLAMA, dtype="float16"), 1, 1024),
+    "llama_speculative": (LLAMA, 8, 256),
+    "mqa": (replace(LLAMA, kv_heads=1), 1, 256),
+    "dim_64": (replace(LLAMA, query_heads=14, kv_heads=2, qk_dim=64, v_dim=64), 1, 256),
+    "dim_256": (replace(LLAMA, query_heads=8, kv_heads=4, qk_dim=256, v_dim=256), 1, 256),
+    "window_softcap_sinks": (replace(LLAMA, sliding_window=128, softcap=30.0, sinks=True), 4, 256),
+}
+
+
+def preferred(geometry: Geometry, max_query_len: int, max_seqs: int) -> list[Variant]:
+    """Legal specializations of decode_ws, the preferred first."""
+    found = [
+        Variant("decode_ws", geometry, config, True, max_seqs, max_query_len)
+        for config in candidates("decode_ws", geometry, H200, True, max_query_len)
+    ]
+    return [variant for variant in found if why_not(variant, H200, LIMITS) is None]
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_binaries_keep_to_their_budgets(name):
+    """No spill in a loop, as much shared memory as is stated, as many programs on a multiprocessor as the grid counts on."""
+    variants = preferred(*BUDGETS[name])
+    assert variants
+    chosen = {variant.symbol: variant for variant in (variants[0], variants[-1])}
+    for (symbol, _), binary in compile_all([job(variant) for variant in chosen.values()]).items():
+        assert binary.main_loop_spills == 0 and binary.spill_bytes <= 64
+        assert binary.shared_bytes <= Shape(chosen[symbol]).shared_bytes <= binary.shared_bytes + 4096
+        assert binary.occupancy >= chosen[symbol].config.ctas_per_multiprocessor
+
+
+def test_copies_that_leave_l2_first():
+    """The hint is another binary of the same resources; a kernel without copies by tensor map refuses it."""
+    plain = preferred(LLAMA, 1, 256)[0]
+    hinted = job(replace(plain, config=replace(plain.config, options=(("evict_first", 1), *plain.config.options))))
+    binaries = [compile_all([each])[each.symbol, "sm_90"] for each in (job(plain), hinted)]
+    assert binaries[0].data != binaries[1].data
+    assert binaries[0].registers == binaries[1].registers and binaries[1].main_loop_spills == 0
+    with pytest.raises(BuildError, match="no copy by tensor map"):
+        compile_all([replace(hinted, source="import triton\n\n\n@triton.jit\ndef f(x_ptr):\n    pass\n", symbol="f", signature=(("x_ptr", "*fp32"),), parameters=(), divisibility=())])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "max_query_len", "reason"),
+    [
+        ({"page_size": 8}, NARROW, 1, "pages of a power of two of at least 16 keys, not 8"),
+        ({"page_size": 48}, NARROW, 1, "pages of a power of two"),
+        ({"dtype": "float32"}, NARROW, 1, "elements of 2 bytes, float32 has 4"),
+        ({"qk_dim": 100, "v_dim": 100}, NARROW, 1, "heads of a multiple of 16 bytes, not 100 and 100"),
+        ({"qk_dim": 512, "v_dim": 512}, NARROW, 1, "heads of up to 256"),
+        ({"alibi": True}, NARROW, 1, "neither ALiBi nor prefix ranges"),
+        ({"kv_heads": 2}, replace(NARROW, tile_n=16, options=(("heads", 4), ("maxnreg", 128))), 1, "which do not divide 2"),
+        ({}, boxes_of(64), 1, "takes boxes from one page, of 16 keys, not 64"),
+        ({}, replace(NARROW, num_warps=8), 1, "needs 4 warps here, not 8"),
+        ({}, replace(NARROW, tile_n=32), 1, "needs 16 keys a warp, tiles of 32 give 8"),
+        ({}, replace(NARROW, num_stages=8), 1, "bytes of shared memory per block, h200 has"),
+    ],
+)
+def test_what_is_not_legal_says_why(changes, config, max_query_len, reason):
+    variant = Variant("decode_ws", replace(GEOMETRY, **changes), config, True, 256, max_query_len)
+    assert reason in why_not(variant, H200, LIMITS)
+
+
+def test_other_gpus_and_unaligned_views_are_refused():
+    variant = Variant("decode_ws", GEOMETRY, NARROW, True, 256, 1)
+    assert "is written for sm_90, a100_sxm is sm_80" in why_not(variant, load_targets()["a100_sxm"], LIMITS)
+    assert "aligned pointers and strides" in why_not(replace(variant, aligned=False), H200, LIMITS)
+    assert why_not(variant, H200, LIMITS) is None
