@@ -1,34 +1,31 @@
 """Ahead-of-time compiling: jobs in, binaries with facts out, in parallel, without a GPU.
 
-Each worker is a process of its own (`aot_worker`) with a private folder; a thread here feeds it one job at a
-time, so a worker that dies takes one job with it and is replaced. Triton is never imported in this process,
+Each worker is a process of its own (`child`, running `aot_worker`) with a private folder; a thread here feeds it one
+job at a time, so a worker that dies takes one job with it and is replaced. Triton is never imported in this process,
 and a build that the cache answers starts no worker. Touches temporary folders and the cache it is given.
 """
 
 import contextlib
 import os
-import pickle
 import queue
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from specgen.binary import Binary, CompileJob, Refused
+from specgen.binary import Binary, CompileJob, Failed, Refused
 from specgen.cache import Cache, cache_key
+from specgen.child import Child, Died, TimedOut
 from specgen.errors import BudgetError, BuildError
 from specgen.resources import ARCH_LIMITS, budget_problems
 from specgen.toolchain import toolchain_digest
 
 Progress = Callable[[int, int, str, str], None]
 Key = tuple[str, str]
+Outcome = Binary | Refused | Failed
 
 _FACTS = 1  # of the facts in a Binary: raise it when how they are read changes
 _TIME_LIMIT = 900.0  # seconds for one kernel
@@ -45,10 +42,6 @@ _SCRUBBED = (
     "USE_IR_LOC",
     "PYTHONPATH",
 )
-
-
-class _Failure(Exception):
-    """A job that failed; the text is what the user reads."""
 
 
 def compile_all(
@@ -69,6 +62,26 @@ def compile_all(
     Raises, after all jobs ran, BuildError with one line for each failure (a compile error, a worker that died), or
     BudgetError for kernels that compiled and may not ship; ValueError for two different jobs of one (symbol, arch).
     """
+    found = compile_each(jobs, workers=workers, progress=progress, cache=cache, time_limit=time_limit)
+    if failures := [outcome.reason for outcome in found.values() if isinstance(outcome, Failed)]:
+        raise BuildError("\n".join(failures))
+    if over := {pair: outcome.reason for pair, outcome in found.items() if isinstance(outcome, Refused)}:
+        raise BudgetError(over)
+    return found
+
+
+def compile_each(
+    jobs: Sequence[CompileJob],
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    cache: Cache | None = None,
+    time_limit: float = _TIME_LIMIT,
+) -> dict[Key, Outcome]:
+    """`compile_all` for jobs that may fail one by one: what became of each, in the order of `jobs`.
+
+    A Binary may ship; Refused is over a budget, with the reason in bytes; Failed did not compile.
+    """
     order: dict[Key, CompileJob] = {}
     for job in jobs:
         if order.setdefault((job.symbol, job.arch), job) != job:
@@ -78,10 +91,10 @@ def compile_all(
                 f"{job.symbol}: unknown architecture {job.arch!r}; known: {', '.join(ARCH_LIMITS)}"
             )
     keys = {pair: job_key(job) for pair, job in order.items()}
-    found: dict[Key, Binary | Refused | str] = {}
+    found: dict[Key, Outcome] = {}
 
-    def record(pair: Key, outcome: Binary | Refused | str) -> None:
-        found[pair] = outcome
+    def record(pair: Key, outcome: Outcome) -> None:
+        found[pair] = _held_to_budget(order[pair], outcome)
         if progress is not None:
             progress(len(found), len(order), *pair)
 
@@ -92,13 +105,6 @@ def compile_all(
     if missing:
         pool = _Pool([(order[pair], keys[pair]) for pair in missing], cache, time_limit)
         pool.run(workers or usable_cpus(), record)
-
-    failures = [found[pair] for pair in order if isinstance(found[pair], str)]
-    if failures:
-        raise BuildError("\n".join(failures))
-    over = {pair: reason for pair, job in order.items() if (reason := _over_budget(job, found[pair]))}
-    if over:
-        raise BudgetError(over)
     return {pair: found[pair] for pair in order}
 
 
@@ -122,8 +128,9 @@ def job_key(job: CompileJob) -> str:
     )
 
 
-def _over_budget(job: CompileJob, outcome: Binary | Refused) -> str:
-    return outcome.reason if isinstance(outcome, Refused) else "; ".join(budget_problems(job, outcome))
+def _held_to_budget(job: CompileJob, outcome: Outcome) -> Outcome:
+    problems = budget_problems(job, outcome) if isinstance(outcome, Binary) else []
+    return Refused("; ".join(problems)) if problems else outcome
 
 
 def usable_cpus() -> int:
@@ -154,12 +161,12 @@ class _Pool:
         self._count = len(jobs)
         self._cache = cache
         self._time_limit = time_limit
-        self._outcomes: queue.SimpleQueue[tuple[Key, Binary | Refused | str] | BaseException] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[Key, Outcome] | BaseException] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._workers: set[_Worker] = set()
+        self._workers: set[Child] = set()
         self._lock = threading.Lock()
 
-    def run(self, workers: int, record: Callable[[Key, Binary | Refused | str], None]) -> None:
+    def run(self, workers: int, record: Callable[[Key, Outcome], None]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="specgen-aot-"))
         threads = [
             threading.Thread(target=self._feed, args=(folder / str(number),), daemon=True)
@@ -183,7 +190,7 @@ class _Pool:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _feed(self, folder: Path) -> None:
-        worker: _Worker | None = None
+        worker: Child | None = None
         try:
             while not self._stopped.is_set():
                 try:
@@ -195,19 +202,15 @@ class _Pool:
                         self._jobs.append((job, key))
                         self._stopped.wait(_PAUSE)
                         continue
-                    binary = _cached(self._cache, key) if self._cache else None
-                    if binary is None:
-                        worker = worker or self._start(folder)
-                        try:
-                            binary = worker.compile(job, self._time_limit)
-                        except _Failure as failure:
-                            self._outcomes.put(((job.symbol, job.arch), str(failure)))
-                            if not worker.alive:
-                                worker = None
-                            continue
-                        if self._cache and isinstance(binary, Binary):
-                            self._cache.put(key, binary.facts(), binary.data)
-                self._outcomes.put(((job.symbol, job.arch), binary))
+                    outcome = _cached(self._cache, key) if self._cache else None
+                    if outcome is None:
+                        worker = worker if worker and worker.alive else self._start(folder)
+                        if worker is None:
+                            return
+                        outcome = self._compile(worker, job)
+                        if self._cache and isinstance(outcome, Binary):
+                            self._cache.put(key, outcome.facts(), outcome.data)
+                self._outcomes.put(((job.symbol, job.arch), outcome))
         except BaseException as error:  # handed to the caller's thread, which raises it
             if not self._stopped.is_set():
                 self._outcomes.put(error)
@@ -215,24 +218,16 @@ class _Pool:
             if worker is not None:
                 worker.close()
 
-    def _start(self, folder: Path) -> "_Worker":
-        with self._lock:
-            if self._stopped.is_set():
-                raise _Failure("stopped")
-            worker = _Worker(folder)
-            self._workers.add(worker)
-            return worker
+    def _compile(self, worker: Child, job: CompileJob) -> Outcome:
+        try:
+            return worker.ask(job, self._time_limit)
+        except TimedOut as limit:
+            return Failed(f"{job.title}: compiling took longer than {limit}")
+        except Died as ending:
+            return Failed(f"{job.title}: the compiler process {ending}")
 
-
-class _Worker:
-    """One compiler process: pickled jobs to its standard input, pickled answers from its standard output."""
-
-    def __init__(self, folder: Path):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        self.alive = True
-        self._ended = False
-        self._log = folder / "log"
+    def _start(self, folder: Path) -> Child | None:
+        """A new compiler process, or None if no more work is wanted."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_SCRUBBED)}
         environment |= {
             "TRITON_DISABLE_LINE_INFO": "1",  # binaries would name source files
@@ -242,69 +237,9 @@ class _Worker:
             "PYTHONHASHSEED": "0",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        paths = [os.path.abspath(path) for path in sys.path]
-        program = f"import sys; sys.path[:] = {paths!r}; from specgen.aot_worker import main; main()"
-        with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(folder)],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # killing it takes ptxas along; a Ctrl-C reaches the parent alone
-            )
-
-    def compile(self, job: CompileJob, time_limit: float) -> Binary | Refused:
-        """The binary of `job`; raises _Failure. `alive` tells whether the process can take another."""
-        started = time.monotonic()
-        timer = threading.Timer(time_limit, self.kill)
-        timer.start()
-        try:
-            pickle.dump(job, self._process.stdin)
-            self._process.stdin.flush()
-            outcome = pickle.load(self._process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            self.alive = False
-            self.kill()
-            code = self._process.wait()
-            self._ended = True
-            if time.monotonic() - started >= time_limit:
-                raise _Failure(f"{job.title}: compiling took longer than {time_limit:g} s") from None
-            raise _Failure(f"{job.title}: the compiler process {_ending(code)}{self._last_words()}") from None
-        finally:
-            timer.cancel()
-        if isinstance(outcome, str):
-            raise _Failure(outcome)
-        return outcome
-
-    def kill(self) -> None:
-        """Ends the process and what it started, at once."""
-        if self._ended:  # the number may be another process's by now
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Lets the process end by itself, as its input does."""
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait()
-        self._ended = True
-        self._process.stdout.close()
-
-    def _last_words(self) -> str:
-        try:
-            lines = self._log.read_text(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return f": {lines[-1].strip()[:200]}" if lines else ""
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+        with self._lock:
+            if self._stopped.is_set():
+                return None
+            worker = Child("specgen.aot_worker:main", folder, environment)
+            self._workers.add(worker)
+            return worker

@@ -1,22 +1,21 @@
-"""The process that runs Triton: takes pickled jobs on standard input, answers with binaries or error texts.
+"""The process that runs Triton: takes jobs, answers with binaries or reasons.
 
-Started by `aot` with a private folder as its only argument; everything that it or Triton writes stays there.
-Whatever Triton prints goes to the log (standard error), where the reason of a failure is looked for.
+Started by `aot` with a private folder; everything that it or Triton writes stays there. Whatever Triton prints (whole PTX
+files on an error) goes to the log, standard error, where the reason of a failure is looked for.
 """
 
 import contextlib
 import importlib.util
-import os
-import pickle
 import re
-import shutil
 import sys
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
 from specgen import resources
-from specgen.binary import Binary, CompileJob, Refused
+from specgen.binary import Binary, CompileJob, Failed, Refused
+from specgen.child import serve
+from specgen.descriptors import ambiguous_descriptors
 from specgen.errors import BuildError
 from specgen.toolchain import assembler, is_nvidia
 
@@ -26,30 +25,17 @@ _ERROR_LINE = re.compile(
 )
 
 
-def main() -> None:
-    """Answers jobs until standard input ends, then removes the folder, also if `aot` was killed."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Triton prints whole PTX files on an error
-    folder = Path(sys.argv[1])
-    try:
-        while True:
-            job = pickle.load(sys.stdin.buffer)
-            os.ftruncate(2, 0)
-            pickle.dump(answer_job(job, folder), answers)
-            answers.flush()
-    except (EOFError, BrokenPipeError):
-        os.chdir("/")
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()
+def main(folder: str) -> None:
+    """Answers jobs until standard input ends."""
+    serve(Path(folder), lambda job: answer_job(job, Path(folder)))
 
 
-def answer_job(job: CompileJob, folder: Path) -> Binary | Refused | str:
+def answer_job(job: CompileJob, folder: Path) -> Binary | Refused | Failed:
     """The binary of `job`, or why it is too large, or the line that says what failed."""
     try:
         return _compile(job, folder)
     except BuildError as error:
-        return f"{job.title}: {error}"
+        return Failed(f"{job.title}: {error}")
     except Exception as error:  # any of Triton's: its classes are many and not all public
         sys.stderr.flush()
         sys.stdout.flush()
@@ -57,7 +43,7 @@ def answer_job(job: CompileJob, folder: Path) -> Binary | Refused | str:
         needed = _shared_needed(error, log)
         if needed:
             return Refused(resources.shared_message(job, needed))
-        return f"{job.title}: {first_useful_line(error, log)}"
+        return Failed(f"{job.title}: {first_useful_line(error, log)}")
 
 
 def first_useful_line(error: BaseException, log: str) -> str:
@@ -96,7 +82,7 @@ def _shared_needed(error: Exception, log: str) -> int:
     return int(found.group(1), 16) if found else 0
 
 
-def _compile(job: CompileJob, folder: Path) -> Binary:
+def _compile(job: CompileJob, folder: Path) -> Binary | Refused:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -132,6 +118,8 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
     data = compiled.asm["cubin" if nvidia else "hsaco"]
     if nvidia:
         _check_parameters(job, compiled.asm["ptx"])
+        if kind is GluonASTSource and (wrong := ambiguous_descriptors(resources.machine_code(data))):
+            return Refused(f"ptxas lost what a matrix product is to read: {wrong[0]}")
         usage = resources.read_cubin(data, metadata.name)
     else:
         usage = resources.read_hsaco(data, metadata.name, compiled.asm["amdgcn"])

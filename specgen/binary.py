@@ -81,3 +81,10 @@ class Refused:
     """A kernel that the compiler finds too large for the GPU, and why."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A kernel that does not compile, or whose compiler process died or took too long; the reason names the kernel."""
+
+    reason: str

@@ -4,7 +4,9 @@ import argparse
 import io
 import json
 import os
+import shlex
 import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +24,7 @@ _SCHEMA = "spec.schema.json"  # beside every spec that init writes
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of `specgen`; returns the exit status."""
     options = _parser().parse_args(arguments)
+    options.command = shlex.join(["specgen", *(sys.argv[1:] if arguments is None else arguments)])
     if isinstance(sys.stdout, io.TextIOWrapper):
         # As stderr is: a path may hold what the locale has not.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -71,10 +74,55 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("spec", type=Path, nargs="*", help="specs to look in (default: specs/*.yaml)")
     sub = command("verify", _verify, "rebuild a wheel from its embedded spec and compare digests", spec=False)
     sub.add_argument("wheel", type=Path, help="a wheel that `specgen build` made")
+    sub = command("bench", _bench, "time built packages and installed peers on this machine's GPU", spec=False, build_dir=True)
+    sub.add_argument("packages", nargs="*", metavar="PACKAGE", help="import name, folder or spec of a built package")
+    sub.add_argument("--package", action="append", default=[], help="one more of them")
+    sub.add_argument("--track", choices=("kernels", "end-to-end"), default="kernels", help="attention calls or decode steps (kernels)")
+    rows = "standard, lengths, shares, steps or random; a glob over the standard rows; or a workload: 'dec b32 k4k'; repeatable"
+    sub.add_argument("--rows", action="append", default=[], help=rows)
+    sub.add_argument("--peers", type=lambda text: tuple(filter(None, text.split(","))), help="their names, by commas (all)")
+    sub.add_argument("--rounds", type=_positive, default=20, help="timed rounds of each row (20)")
+    sub.add_argument("--time", type=_positive, dest="seconds", metavar="SECONDS", help="begin no row after so many seconds")
+    sub.add_argument("--seed", type=int, default=0, help="of the random data (0)")
+    sub.add_argument("--layers", type=_positive, default=32, help="of the model that a decode step runs (32)")
+    sub.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: render the result of an earlier run")
+    sub.add_argument("-o", "--output", type=Path, default=Path("build/bench"), help="the folder to write (build/bench)")
+
     sub = command("schema", _schema, "the JSON Schema of specs", spec=False)
     sub.add_argument("-o", "--output", type=Path, help="file to write (default: print it)")
     command("targets", _targets, "the GPUs that a spec may name", spec=False)
+    _tune_arguments(command("tune", _tune, "measure candidate kernels of a spec on GPUs, into a store", spec=False, build_dir=True))
     return parser
+
+
+def _tune_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("spec", type=Path, nargs="?", help="the spec, a YAML file; --bundle stands in for it")
+    stage = sub.add_mutually_exclusive_group()
+    stage.add_argument("--compile-only", action="store_true", help="make the bundle of candidates; needs no GPU")
+    stage.add_argument("--measure-only", action="store_true", help="measure the bundle that was made before; needs no Triton")
+    stage.add_argument("--stale", action="store_true", help="list what must be measured again: another kernel, another Triton")
+    stage.add_argument("--export", action="store_true", help="write the measurements of the spec as JSON Lines, for git")
+    sub.add_argument("--bundle", type=Path, help="folder of the bundle to measure (BUILD_DIR/<spec>/tuning)")
+    sub.add_argument("--store", type=Path, help="file of the measurements (measurements.sqlite beside the bundle)")
+    sub.add_argument("--import", dest="imported", type=Path, action="append", metavar="FILE", help="first add a JSON Lines file to the store")
+    sub.add_argument("--data", type=Path, help="folder for --export, a file per GPU (default: one file beside the spec)")
+    some = sub.add_argument_group("what to try")
+    some.add_argument("--target", dest="targets", action="append", help="a target of the spec (all); may be given again")
+    some.add_argument("--only", action="append", metavar="GLOB", help="kernels by name, such as 'decode_*'; may be given again")
+    some.add_argument("--candidates", dest="most", type=_positive, help="at most so many per family and bound on query rows, by chance")
+    some.add_argument("--max-registers", type=_positive, action="append", help="also with this bound for a thread (NVIDIA)")
+    some.add_argument("--step", type=_positive, help="factor between neighbouring batches of the grid (4)")
+    some.add_argument("--trace", type=Path, metavar="FILE", help="JSON Lines of real batches, in place of the grid")
+    some.add_argument("--jobs", type=_positive, help="compiler processes (the CPUs)")
+    how = sub.add_argument_group("how to measure")
+    how.add_argument("--time", type=_positive, metavar="SECONDS", help="end after about so long; the next run goes on")
+    how.add_argument("--search", help="auto, grid, tpe, nsga or random (auto: grid, or tpe where there are many)")
+    how.add_argument("--objective", help="what a sampler looks for: mean (over all batches) or best (of one)")
+    how.add_argument("--rounds", type=_positive, help="timings of a trial (10); the best are timed again, three times as often")
+    how.add_argument("--trial-time", dest="trial_s", type=_positive, metavar="SECONDS", help="a trial that takes longer hangs (60)")
+    how.add_argument("--seed", type=int, help="of choices by chance, samplers and tensors (0)")
+    how.add_argument("--executor", help="local, or dask://HOST:PORT with a worker per GPU (local)")
+    how.add_argument("--gpus", type=lambda text: tuple(text.split(",")), help="of a local executor, such as 0,1 (all that are visible)")
 
 
 def _positive(text: str) -> int:
@@ -155,6 +203,88 @@ def _build(options) -> None:
     _out.print(f"built {wheel} ({wheel.stat().st_size / 1e6:.2f} MB)")
 
 
+def _tune(options) -> None:
+    from specgen import tune_measure
+
+    if options.spec is None and not (options.bundle and options.measure_only):
+        raise SpecgenError("tune: needs a spec, or --measure-only with --bundle")
+    if options.stale or options.export:
+        _tuned(options)
+        return
+    where = tune_measure.Where(**_given(options, "executor", "gpus"))
+    if not options.compile_only:
+        tune_measure.local_gpus(where)  # an error now, not after all was compiled
+    bundles = [] if options.measure_only else _compile_candidates(options)
+    if not options.compile_only:
+        bundles = bundles or tune_measure.find(options.spec, options.build_dir, options.bundle)
+        _measure_candidates(options, bundles, where)
+
+
+def _given(options, *names: str) -> dict:
+    """The options that were given, by name; of the others the default is stated where they are used."""
+    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _compile_candidates(options) -> list:
+    from specgen import tune_compile
+
+    choice = tune_compile.Choice(**_given(options, "targets", "only", "most", "max_registers", "step", "seed"))
+    with _progress() as bar:
+        rest = {"cache": _cache(), "workers": options.jobs, "report": _reporter(bar), "warn": _warn}
+        bundles = tune_compile.make_bundles(options.spec, options.build_dir, choice, **rest)
+    for bundle in bundles:
+        _out.print(f"made {bundle.folder}: {bundle.summary}")
+    return bundles
+
+
+def _measure_candidates(options, bundles: list, where) -> None:
+    from specgen import tune_measure
+
+    plan = tune_measure.Plan(**_given(options, "search", "objective", "rounds", "trial_s", "seed"))
+    with _progress() as bar:
+        summaries = tune_measure.measure(
+            bundles,
+            options.store or tune_measure.store_beside(bundles),
+            where=where,
+            plan=plan,
+            seconds=options.time,
+            **_given(options, "trace", "imported"),
+            report=_reporter(bar, options.time),
+            conclude=lambda summary: _out.print(str(summary)),
+        )
+    if not all(summary.complete for summary in summaries):
+        _out.print("the time is over; the next run goes on from here")
+
+
+def _reporter(bar, seconds: float | None = None):
+    """Shows what is done on a progress bar, a task for each kind of work; with `seconds`, what is left of a budget."""
+    ends = None if seconds is None else time.monotonic() + seconds
+    tasks: dict = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        task = tasks[what] if what in tasks else tasks.setdefault(what, bar.add_task(what))
+        left = "" if ends is None else f", {max(0, ends - time.monotonic()):.0f} s left"
+        bar.update(task, completed=done, total=total, description=what + left)
+
+    return report
+
+
+def _tuned(options) -> None:
+    from specgen import tune_data
+
+    more = _given(options, "store", "imported")
+    if options.export:
+        for path, count in tune_data.export(options.spec, options.build_dir, **more, **_given(options, "data")).items():
+            _out.print(f"wrote {path}: {count} measurements")
+        return
+    lines = tune_data.stale(options.spec, options.build_dir, **more)
+    for line in lines:
+        _out.print(line)
+    if not lines:
+        _out.print("every measurement is of the kernels and the Triton of now")
+
+
 def _list(options) -> None:
     from specgen import pipeline
 
@@ -214,6 +344,21 @@ def _verify(options) -> int:
     if not differences:
         _out.print(f"{options.wheel.name}: every file is what its spec builds")
     return 1 if differences else 0
+
+
+def _bench(options) -> None:
+    from specgen.bench import output
+
+    if options.report:
+        result = output.read(options.report)
+    else:
+        try:
+            from specgen.bench.run import Plan, bench
+        except ModuleNotFoundError as error:
+            raise SpecgenError(f"bench: {error.name} is not installed; pip install 'specgen[bench]'") from error
+        result = bench(Plan.of(options), _out.print)
+    for path in output.write(result, options.output):
+        _out.print(f"wrote {path}")
 
 
 def _schema_text() -> str:

@@ -1,18 +1,24 @@
 """Spec -> the one list of specializations and where each is used. Pure; everything generated derives from this list."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from specgen.errors import BuildError
 from specgen.rules import why_not
+from specgen.runtime.arguments import ROLES
 from specgen.spec import AttentionSpec, Spec
 from specgen.target import Target
 from specgen.tuning import candidates
-from specgen.variant import Geometry, Variant
+from specgen.tuning.choose import Choice, Decision, choose
+from specgen.tuning.records import Launch, Measurement, Schedule, attention_part
+from specgen.tuning.tree import leaves, replace_leaves
+from specgen.variant import GLUON_FAMILIES, Geometry, Variant
 
 
-# Alignment guards of each family: the runtime copies misaligned states instead of merging them slowly.
-_GUARDS = {"decode": (True, False), "prefill": (True, False), "append_kv": (True, False), "merge_states": (True,)}
+# Alignment guards of the families beside paged attention: the runtime copies misaligned states instead of merging them slowly.
+_GUARDS = {"varlen": (True, False), "append_kv": (True, False), "merge_states": (True,)}
+# The origin of a configuration that measurements chose; which ones, the rows that launch it say.
+_MEASURED = "measured; the dispatch rows cite the measurements"
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,35 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Route:
+    """What one attention call launches, a leaf of a tree, and why."""
+
+    decode: Variant | None
+    prefill: Variant | None
+    reason: str
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What it launches."""
+        return tuple(variant for variant in (self.decode, self.prefill) if variant)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How the attention calls of one layer, tensor-parallel degree and alignment are routed on an architecture.
+
+    `tree` is a tuning.tree over Route leaves; `choice` the measured choice that it comes from.
+    """
+
+    arch: str
+    layer: str
+    degree: int
+    aligned: bool
+    tree: object
+    choice: Choice
+
+
+@dataclass(frozen=True)
 class Rejection:
     """A preferred configuration that a target cannot hold: what `specgen list --why-not` shows."""
 
@@ -36,10 +71,16 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Expansion:
-    """uses in spec order; variants unique, by symbol; rejections of configurations that were preferred to the chosen."""
+    """uses in spec order; variants unique, by symbol; rejections of configurations that were preferred to the chosen.
+
+    stand_ins: symbol of a kernel that ships as a binary alone -> that of the plain-Triton one that serves in its place where
+    kernels are compiled just in time or interpreted.
+    """
 
     uses: tuple[Use, ...]
+    dispatch: tuple[Dispatch, ...]
     rejections: tuple[Rejection, ...]
+    stand_ins: dict[str, str]
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -75,59 +116,149 @@ def geometry(spec: Spec, entry: AttentionSpec, degree: int) -> Geometry:
     )
 
 
+def geometries(spec: Spec) -> dict[Geometry, tuple[str, int]]:
+    """(layer, degree) of the first use of each geometry that attention kernels tell apart."""
+    found: dict[Geometry, tuple[str, int]] = {}
+    for entry in spec.attention:
+        for degree in spec.tensor_parallel:
+            found.setdefault(attention_part(geometry(spec, entry, degree)), (entry.name, degree))
+    return found
+
+
 def decode_query_lens(spec: Spec) -> tuple[int, ...]:
     """Bounds on query rows per sequence that get a decode specialization of their own: single rows, and speculative ones."""
     return tuple(sorted({1, spec.limits.max_spec_tokens}))
 
 
-def _families(spec: Spec) -> list[tuple[str, int | None]]:
-    """(family, max_query_len) of every specialization that one geometry needs."""
-    families = [("decode", n) for n in decode_query_lens(spec)]
-    if spec.limits.max_spec_tokens < spec.limits.max_tokens:  # else decode takes every sequence there can be
-        families.append(("prefill", spec.limits.max_spec_tokens))
-    return families + [("append_kv", None), ("merge_states", None)]
+def _defaults(spec: Spec) -> list[tuple[int, list[tuple[str, int]]]]:
+    """(bound on query rows per sequence, [(family, max_query_len)]): what a call within the bound launches untuned."""
+    lengths = decode_query_lens(spec)
+    found = [(length, [("decode", length)]) for length in lengths]
+    if lengths[-1] < spec.limits.max_tokens:  # else decode takes every sequence there can be
+        found.append((spec.limits.max_tokens, [("decode", lengths[-1]), ("prefill", lengths[-1])]))
+    return found
 
 
 def expand(
-    spec: Spec, targets: dict[str, Target], over_budget: Mapping[tuple[str, str], str] | None = None
+    spec: Spec,
+    targets: dict[str, Target],
+    over_budget: Mapping[tuple[str, str], str] | None = None,
+    measurements: Iterable[Measurement] = (),
 ) -> Expansion:
     """Enumerate the specializations of `spec`. Raises BuildError naming bytes when no configuration fits a target.
 
     `over_budget` maps (symbol, arch) to the reason for kernels that an earlier compile refused: others are chosen.
+    `measurements`, usable ones (tuning.current), decide what attention launches where there are any for its geometry.
     """
     by_arch: dict[str, list[Target]] = {}
     for name in spec.targets:
         by_arch.setdefault(targets[name].arch, []).append(targets[name])
+    measurements = tuple(measurements)
     uses: list[Use] = []
+    dispatch: list[Dispatch] = []
     rejections: dict[Rejection, None] = {}
+    stand_ins: dict[str, str] = {}
     for arch, arch_targets in by_arch.items():
         for entry in spec.attention:
             for degree in spec.tensor_parallel:
                 shape = geometry(spec, entry, degree)
                 owner = f"attention {entry.name!r}, tensor_parallel {degree}"
-                for family, max_query_len in _families(spec):
-                    for aligned in _GUARDS[family]:
-                        variant = _choose(
-                            family, shape, arch_targets, aligned, max_query_len, spec.limits, over_budget or {},
-                            rejections, owner,
-                        )
-                        uses.append(Use(arch, entry.name, degree, variant))
-    return Expansion(tuple(uses), tuple(rejections))
+                site = _Site(spec, targets, arch_targets, shape, owner, over_budget or {}, rejections)
+                for aligned in (True, False):
+                    tree, choice = site.attention(aligned, measurements)
+                    dispatch.append(Dispatch(arch, entry.name, degree, aligned, tree, choice))
+                    routed = [variant for route in leaves(tree) for variant in route.variants]
+                    for variant in [v for v in routed if v.family in GLUON_FAMILIES]:
+                        plain = site.variant(ROLES[variant.family], aligned, variant.max_query_len)
+                        stand_ins[variant.symbol] = plain.symbol
+                        routed.append(plain)
+                    uses += [Use(arch, entry.name, degree, variant) for variant in dict.fromkeys(routed)]
+                others = [site.variant(family, aligned) for family in _GUARDS for aligned in _GUARDS[family]]
+                uses += [Use(arch, entry.name, degree, variant) for variant in others]
+    return Expansion(tuple(uses), tuple(dispatch), tuple(rejections), stand_ins)
 
 
-def _choose(family, shape, targets, aligned, max_query_len, limits, over_budget, rejections, owner) -> Variant:
-    """The first configuration that every one of `targets`, GPUs of one arch, can hold; notes those before it."""
-    refused = []
-    for config in candidates(family, shape, targets[0], aligned, max_query_len):
-        variant = Variant(family, shape, config, aligned, limits.max_seqs, max_query_len)
-        reasons = [
-            Rejection(variant.symbol, target.id, reason)
-            for target in targets
-            if (reason := why_not(variant, target, limits) or over_budget.get((variant.symbol, target.arch)))
-        ]
-        rejections.update(dict.fromkeys(reasons))
-        if not reasons:
-            return variant
-        refused += reasons
-    lines = [f"  {r.symbol}: {r.reason}" for r in refused]
-    raise BuildError("\n".join([f"{owner}: no {family} configuration fits {targets[0].arch}:", *lines]))
+@dataclass(frozen=True)
+class _Site:
+    """One layer and degree on the GPUs of one architecture: what may run there."""
+
+    spec: Spec
+    known: dict[str, Target]
+    targets: list[Target]
+    shape: Geometry
+    owner: str
+    over_budget: Mapping[tuple[str, str], str]
+    rejections: dict[Rejection, None]
+
+    def attention(self, aligned: bool, measurements: tuple[Measurement, ...]) -> tuple[object, Choice]:
+        """The tree over Routes, and the choice behind it."""
+        defaults = []
+        for bound, launches in _defaults(self.spec):
+            chosen = {family: Launch(family, self.variant(family, aligned, rows).config) for family, rows in launches}
+            schedule = Schedule(chosen.get("decode"), chosen.get("prefill"), launches[0][1])
+            defaults.append((bound, schedule))
+        choice = choose(
+            measurements,
+            geometry=self.shape,
+            aligned=aligned,
+            targets=self.targets,
+            limits=self.spec.limits,
+            defaults=defaults,
+            known=self.known,
+            fits=lambda schedule: self.unfit(schedule, aligned),
+        )
+
+        def route(decision: Decision) -> Route:
+            schedule = decision.schedule
+            variants = (self.launched(launch, schedule, aligned) for launch in (schedule.decode, schedule.prefill))
+            return Route(*variants, f"{_takes(schedule)}; {decision.evidence}")
+
+        return replace_leaves(choice.tree, route), choice
+
+    def unfit(self, schedule: Schedule, aligned: bool) -> str | None:
+        """Why a measured schedule cannot be used here, or None."""
+        for launch in schedule.launches:
+            if launch.family not in ROLES:
+                return f"{launch.family} reads no paged cache"
+            for _, reason in self.refusals(self.launched(launch, schedule, aligned)):
+                return reason
+        return None
+
+    def launched(self, launch: Launch | None, schedule: Schedule, aligned: bool) -> Variant | None:
+        """The specialization of one launch of a schedule."""
+        if launch is None:
+            return None
+        config = launch.config if launch.config.origin else replace(launch.config, origin=_MEASURED)
+        return Variant(launch.family, self.shape, config, aligned, self.spec.limits.max_seqs, schedule.max_query_len)
+
+    def refusals(self, variant: Variant) -> list[tuple[Target, str]]:
+        """(target, reason) for each GPU that cannot hold it."""
+        found = []
+        for target in self.targets:
+            reason = why_not(variant, target, self.spec.limits) or self.over_budget.get((variant.symbol, target.arch))
+            if reason:
+                found.append((target, reason))
+        return found
+
+    def variant(self, family: str, aligned: bool, max_query_len: int | None = None) -> Variant:
+        """The first configuration that every GPU here can hold; notes those before it."""
+        refused = []
+        for config in candidates(family, self.shape, self.targets[0], aligned, max_query_len):
+            variant = Variant(family, self.shape, config, aligned, self.spec.limits.max_seqs, max_query_len)
+            reasons = [Rejection(variant.symbol, target.id, reason) for target, reason in self.refusals(variant)]
+            self.rejections.update(dict.fromkeys(reasons))
+            if not reasons:
+                return variant
+            refused += reasons
+        lines = [f"  {r.symbol}: {r.reason}" for r in refused]
+        raise BuildError("\n".join([f"{self.owner}: no {family} configuration fits {self.targets[0].arch}:", *lines]))
+
+
+def _takes(schedule: Schedule) -> str:
+    """Which sequences each kernel takes."""
+    rows = "one query row" if schedule.max_query_len == 1 else f"at most {schedule.max_query_len} query rows"
+    if schedule.prefill is None:
+        return f"{rows} a sequence: decode alone"
+    if schedule.decode is None:
+        return "prefill takes every sequence"
+    return f"decode takes sequences of {rows}, prefill the longer ones"

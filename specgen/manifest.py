@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from specgen import __version__
 from specgen.binary import Binary
-from specgen.expand import Expansion
+from specgen.expand import Dispatch, Expansion
 from specgen.plan import package_name
-from specgen.spec import Spec
+from specgen.spec import AttentionSpec, Spec
 from specgen.target import ARCHS, Target
 from specgen.variant import Variant
 
@@ -46,35 +46,55 @@ def manifest(
         "oldest_driver": {arch: ARCHS[arch].oldest_driver for arch in archs},
         "targets": [_target(targets[name]) for name in spec.targets],
         "limits": spec.limits.model_dump(),
-        "layers": [
-            {
-                "name": entry.name,
-                "layers": entry.layers if isinstance(entry.layers, str) else list(entry.layers),
-                "query_heads": entry.query_heads,
-                "kv_heads": entry.kv_heads,
-                "qk_dim": entry.head_dim.qk,
-                "v_dim": entry.head_dim.v,
-                "scale": entry.resolved_scale,
-                "mask": entry.mask,
-                "page_size": spec.kv_cache.page_size,
-                "layout": spec.kv_cache.layout,
-                "dtype": spec.dtype,
-                "sliding_window": entry.sliding_window,
-                "chunk": entry.chunk,
-                "softcap": entry.softcap,
-                "sinks": entry.sinks,
-                "alibi": entry.alibi,
-                "prefix_ranges": entry.prefix_ranges,
-                "cross": entry.cross,
-                "rotary_dim": entry.rotary.dim if entry.rotary else None,
-                "rotary_style": entry.rotary.style if entry.rotary else None,
-            }
-            for entry in spec.attention
-        ],
+        "layers": [layer_fields(spec, entry) for entry in spec.attention],
+        "dispatch": [_dispatch(each) for each in expansion.dispatch],
         "over_budget": [
             {"symbol": symbol, "arch": arch, "reason": reason} for (symbol, arch), reason in sorted(over_budget.items())
         ],
-        "variants": {symbol: _variant(variant, binaries) for symbol, variant in expansion.variants.items()},
+        "variants": {symbol: _variant(variant, binaries, expansion.stand_ins) for symbol, variant in expansion.variants.items()},
+    }
+
+
+def layer_fields(spec: Spec, entry: AttentionSpec) -> dict:
+    """What the manifest says of one layer class; head counts are those of the whole model."""
+    return {
+        "name": entry.name,
+        "layers": entry.layers if isinstance(entry.layers, str) else list(entry.layers),
+        "query_heads": entry.query_heads,
+        "kv_heads": entry.kv_heads,
+        "qk_dim": entry.head_dim.qk,
+        "v_dim": entry.head_dim.v,
+        "scale": entry.resolved_scale,
+        "mask": entry.mask,
+        "page_size": spec.kv_cache.page_size,
+        "layout": spec.kv_cache.layout,
+        "dtype": spec.dtype,
+        "sliding_window": entry.sliding_window,
+        "chunk": entry.chunk,
+        "softcap": entry.softcap,
+        "sinks": entry.sinks,
+        "alibi": entry.alibi,
+        "prefix_ranges": entry.prefix_ranges,
+        "cross": entry.cross,
+        "rotary_dim": entry.rotary.dim if entry.rotary else None,
+        "rotary_style": entry.rotary.style if entry.rotary else None,
+    }
+
+
+def _dispatch(each: Dispatch) -> dict:
+    """Whose measurements route a layer's calls, and the slowdown against the best of each measured workload."""
+    choice = each.choice
+    return {
+        "arch": each.arch,
+        "layer": each.layer,
+        "tensor_parallel": each.degree,
+        "aligned": each.aligned,
+        "measured_on": choice.source,
+        "regret": {
+            name: regret._asdict()
+            for name in ("training", "held_out", "default")
+            if (regret := getattr(choice, name)) is not None
+        },
     }
 
 
@@ -89,7 +109,7 @@ def _target(target: Target) -> dict:
     }
 
 
-def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
+def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary], stand_ins: Mapping[str, str]) -> dict:
     g, c = variant.geometry, variant.config
     return {
         "family": variant.family,
@@ -119,6 +139,7 @@ def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary]) -> dict:
         "options": dict(c.options),
         "aligned": variant.aligned,
         "alignment": g.alignment if variant.aligned else g.itemsize,
+        "stand_in": stand_ins.get(variant.symbol),
         "tensor_maps": [each._asdict() for each in variant.tensor_maps],
         "tuning": c.origin,
         "binaries": {

@@ -17,6 +17,7 @@ from specgen.expand import Expansion, expand
 from specgen.format import FORMATTER, format_source
 from specgen.load import Loaded, load
 from specgen.manifest import binary_path, field_differences, manifest, to_json
+from specgen.measured import measured
 from specgen.plan import RUNTIME, package_name, plan
 from specgen.render import render
 from specgen.rules import refusals
@@ -41,6 +42,16 @@ class Generated:
     loaded: Loaded
     expansion: Expansion
     artifacts: tuple[Artifact, ...]
+    stale: int  # measurements of its geometries that are of other kernels or another Triton: not used
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each target that is not routed by measurements of its own, and one if some were passed over."""
+        own = [warning for each in self.expansion.dispatch if each.aligned for warning in each.choice.warnings]
+        if self.stale:
+            what = f"{self.stale} measurements are of other kernels or another Triton and were not used"
+            own.append(f"{self.loaded.spec.name}: {what}; `specgen tune --stale` lists them")
+        return list(dict.fromkeys(own))
 
     @property
     def package(self) -> str:
@@ -60,9 +71,10 @@ def generate(path: Path | str, cache: Cache | None = None, over_budget: OverBudg
     """
     loaded = load(path)
     refuse_illegal(loaded)
-    expansion = expand(loaded.spec, load_targets(), over_budget)
-    artifacts = tuple(_formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
-    return Generated(loaded, expansion, artifacts)
+    measurements, stale = measured(loaded)
+    expansion = expand(loaded.spec, load_targets(), over_budget, measurements)
+    artifacts = tuple(formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
+    return Generated(loaded, expansion, artifacts, len(stale))
 
 
 def refuse_illegal(loaded: Loaded) -> None:
@@ -75,7 +87,8 @@ def refuse_illegal(loaded: Loaded) -> None:
         raise SpecError(mistakes)
 
 
-def _formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
+def formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
+    """A rendered artifact with its content formatted; copied files pass unchanged."""
     if artifact.template is None:
         return artifact
     source = artifact.content.decode()
@@ -137,6 +150,8 @@ def build(
             break
         except BudgetError as error:  # each round rules out at least one more; expand fails when none is left
             over_budget |= error.over
+    for warning in generated.warnings if warn else ():
+        warn(warning)
     launcher = None if pure else build_launcher(RUNTIME, cache=cache, warn=warn)
     files = package_files(generated, binaries, launcher, over_budget)
     home = build_dir / generated.loaded.spec.name

@@ -1,21 +1,50 @@
 """Expansion -> the files of the generated package and the rows of its dispatch table. Pure but for reading the runtime's files."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.artifact import Artifact
-from specgen.expand import Expansion, Use, decode_query_lens
+from specgen.expand import Expansion, Use
 from specgen.load import Loaded
 from specgen.runtime.arguments import ROLES
-from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
+from specgen.runtime.table import EVERY, AppendRow, AttentionRow, MergeRow, VarlenRow
 from specgen.spec import Spec
+from specgen.tuning.tree import Split, boxes, domain
+from specgen.variant import Variant
 
 RUNTIME = Path(__file__).parent / "runtime"
 # What reaches the package besides Python: the launcher's source, for a host that has to build its own.
 _RUNTIME_SUFFIXES = (".py", ".c", ".h")
 _ALIGNED = {True: "every pointer and stride is aligned", False: "a pointer or stride is not aligned"}
 # The test template of each kernel family.
-_TESTS = {**dict.fromkeys(ROLES, "attention"), "append_kv": "append_kv", "merge_states": "merge_states"}
+_TESTS = {
+    **dict.fromkeys(ROLES, "attention"),
+    "varlen": "attention_varlen",
+    "append_kv": "append_kv",
+    "merge_states": "merge_states",
+}
+
+
+@dataclass(frozen=True)
+class SelectorNode:
+    """A node of a selector: it splits at a threshold of one of table.Bounds, or it names a row."""
+
+    splits: bool
+    feature: str = ""
+    threshold: int = 0
+    low: object = None
+    high: object = None
+    row: AttentionRow | None = None
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The generated function that finds an attention row: its table key, its name, its tree."""
+
+    key: tuple
+    function: str
+    tree: SelectorNode
 
 
 @dataclass(frozen=True)
@@ -23,8 +52,10 @@ class Rows:
     """The dispatch table: total and disjoint over the spec's limits (runtime/table.py states and checks it)."""
 
     attention: tuple[AttentionRow, ...]
+    selectors: tuple[Selector, ...]
     append: tuple[AppendRow, ...]
     merge: tuple[MergeRow, ...]
+    varlen: tuple[VarlenRow, ...]
 
 
 def package_name(spec_name: str) -> str:
@@ -34,45 +65,47 @@ def package_name(spec_name: str) -> str:
 
 def dispatch_rows(spec, expansion: Expansion) -> Rows:
     """Rows from the same list of uses that everything else derives from."""
-    limits = spec.limits
-    attention, append, merge = [], [], {}
-    groups: dict[tuple, dict] = {}
+    attention, selectors, append, merge, varlen = [], [], {}, {}, {}
+    for each in expansion.dispatch:
+        heads = next(entry for entry in spec.attention if entry.name == each.layer).per_rank(each.degree)
+        key = (each.arch, each.layer, *heads, each.aligned)
+        rows, tree = _routed(key, each.tree, spec, len(attention))
+        attention += rows
+        selectors.append(Selector(key, f"_{each.arch}_{len(selectors)}", tree))
     for use in expansion.uses:
         v, g = use.variant, use.variant.geometry
-        key = (use.arch, use.layer, g.query_heads, g.kv_heads, v.aligned)
-        groups.setdefault(key, {})[(v.family, v.max_query_len)] = v.symbol
-    for (arch, layer, query_heads, kv_heads, aligned), symbols in groups.items():
-        cases = []
-        low = 1
-        for high in decode_query_lens(spec):
-            what = "one query row a sequence" if high == 1 else f"at most {high} query rows a sequence (max_spec_tokens)"
-            cases.append((low, high, symbols["decode", high], None, f"{what}: decode alone"))
-            low = high + 1
-        if low <= limits.max_tokens:
-            reason = "a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others"
-            cases.append((low, limits.max_tokens, symbols["decode", high], symbols["prefill", high], reason))
-        for low, high, decode, prefill, reason in cases:
-            attention.append(
-                AttentionRow(len(attention), arch, layer, query_heads, kv_heads, aligned, low, high, decode, prefill, reason)
-            )
-        append.append(
-            AppendRow(len(append), arch, layer, kv_heads, aligned, symbols["append_kv", None], _ALIGNED[aligned])
+        if v.family == "append_kv":  # two tensor-parallel degrees may leave the same key/value heads: one row serves both
+            key = (use.arch, use.layer, g.kv_heads, v.aligned)
+            append.setdefault(key, AppendRow(len(append), *key, v.symbol, _ALIGNED[v.aligned]))
+        if v.family == "merge_states":
+            key = (use.arch, g.query_heads, g.v_dim)
+            reason = "contiguous states; misaligned ones are copied first"
+            merge.setdefault(key, MergeRow(len(merge), *key, v.symbol, reason))
+        if v.family == "varlen":
+            key = (use.arch, use.layer, g.query_heads, g.kv_heads, v.aligned)
+            varlen[key] = VarlenRow(len(varlen), *key, v.symbol, _ALIGNED[v.aligned])
+    return Rows(tuple(attention), tuple(selectors), *(tuple(rows.values()) for rows in (append, merge, varlen)))
+
+
+def _routed(key: tuple, tree: object, spec: Spec, start: int) -> tuple[list[AttentionRow], SelectorNode]:
+    """The rows of one tree, numbered from `start`, and the tree over them. A range that ends at the limits is open."""
+    rows = []
+    _, most = domain(spec.limits)
+    for box in boxes(tree, spec.limits):
+        (low, high), *others = (
+            (least, EVERY[1] if top == end and name != "query_len" else top)
+            for name, least, top, end in zip(most._fields, box.low, box.high, most)
         )
-    for use in expansion.uses:
-        v, g = use.variant, use.variant.geometry
-        key = (use.arch, g.query_heads, g.v_dim)
-        if v.family == "merge_states" and key not in merge:
-            merge[key] = MergeRow(len(merge), *key, v.symbol, "contiguous states; misaligned ones are copied first")
-    return Rows(tuple(attention), _unique_append(append), tuple(merge.values()))
+        decode, prefill = (v.symbol if v else None for v in (box.leaf.decode, box.leaf.prefill))
+        rows.append(AttentionRow(start + len(rows), *key, low, high, decode, prefill, box.leaf.reason, *others))
+    return rows, _node(tree, iter(rows))
 
 
-def _unique_append(rows: list[AppendRow]) -> tuple[AppendRow, ...]:
-    """Two tensor-parallel degrees may leave the same key/value heads: one row serves both."""
-    unique: dict[tuple, AppendRow] = {}
-    for row in rows:
-        unique.setdefault((row.arch, row.layer, row.kv_heads, row.aligned), row)
-    fields = ((row.arch, row.layer, row.kv_heads, row.aligned, row.symbol, row.reason) for row in unique.values())
-    return tuple(AppendRow(i, *rest) for i, rest in enumerate(fields))
+def _node(tree: object, rows: Iterator[AttentionRow]) -> SelectorNode:
+    """The tree with `rows`, lowest first, for its leaves."""
+    if isinstance(tree, Split):
+        return SelectorNode(True, tree.feature, tree.threshold, _node(tree.low, rows), _node(tree.high, rows))
+    return SelectorNode(False, row=next(rows))
 
 
 def _features(spec: Spec, use: Use) -> list[tuple[str, str]]:
@@ -84,9 +117,14 @@ def _features(spec: Spec, use: Use) -> list[tuple[str, str]]:
     if use.variant.family == "append_kv" and entry.rotary is not None:
         values |= {"rotary_dim": entry.rotary.dim, "rotary_style": entry.rotary.style}
         values["query_heads"] = use.variant.geometry.query_heads
-    if spec.kv_cache.layout != "NHD":
+    if spec.kv_cache.layout != "NHD" and use.variant.family != "varlen":
         values["layout"] = spec.kv_cache.layout
     return [(name, repr(value)) for name, value in values.items()]
+
+
+def kernel_artifact(variant: Variant) -> Artifact:
+    """The module of one specialization."""
+    return Artifact(f"kernels/{variant.symbol}.py", f"kernels/{variant.family}.py.jinja", context={"variant": variant})
 
 
 def plan(loaded: Loaded, expansion: Expansion) -> tuple[Artifact, ...]:
@@ -105,7 +143,7 @@ def plan(loaded: Loaded, expansion: Expansion) -> tuple[Artifact, ...]:
     for symbol, variant in expansion.variants.items():
         use = first_use[symbol]
         artifacts += [
-            Artifact(f"kernels/{symbol}.py", f"kernels/{variant.family}.py.jinja", context={"variant": variant}),
+            kernel_artifact(variant),
             Artifact(
                 f"tests/test_{symbol}.py",
                 f"tests/{_TESTS[variant.family]}.py.jinja",

@@ -14,9 +14,9 @@ from specgen.load import Loaded, load
 from specgen.pipeline import refuse_illegal
 from specgen.plan import Rows, dispatch_rows, package_name, plan
 from specgen.runtime.arguments import ROLES
-from specgen.runtime.table import AttentionRow
+from specgen.runtime.table import AttentionRow, VarlenRow
 from specgen.target import load_targets
-from specgen.variant import Variant
+from specgen.variant import ATTENTION_FAMILIES, Variant
 
 
 def explain(symbol: str, specs: Sequence[Path] | None = None) -> str:
@@ -92,10 +92,12 @@ def _origin(loaded: Loaded, layer: str, uses: list[Use]) -> Iterator[str]:
 
 def _identity(variant: Variant) -> Iterator[str]:
     g, c = variant.geometry, variant.config
-    tiles = f"padded to tiles of {g.block_qk} and {g.block_v}"
-    yield f"  geometry        qk_dim {g.qk_dim}, v_dim {g.v_dim} ({tiles}), {g.dtype}, pages of {g.page_size}"
-    if role := ROLES.get(variant.family):
+    tiles = f"in tiles of {' + '.join(map(str, variant.qk_tiles))} and {' + '.join(map(str, variant.v_tiles))}"
+    pages = "" if variant.family in ("varlen", "merge_states") else f", pages of {g.page_size}"
+    yield f"  geometry        qk_dim {g.qk_dim}, v_dim {g.v_dim} ({tiles}), {g.dtype}{pages}"
+    if variant.family in ATTENTION_FAMILIES:
         yield f"                  {g.mask}, scale {g.scale!r}"
+    if role := ROLES.get(variant.family):
         takes = "at most" if role == "decode" else "more than"
         yield f"  takes           sequences of {takes} {variant.max_query_len} query rows"
     options = "".join(f", {name} {value}" for name, value in c.options)
@@ -129,6 +131,9 @@ def _rows(symbol: str, rows: Rows) -> Iterator[str]:
     for row in rows.attention:
         if symbol in row.symbols:
             yield f"attention {row.index}: {row.arch}, {_condition(row)}: {row.reason}"
+    for row in rows.varlen:
+        if symbol == row.symbol:
+            yield f"attention_varlen {row.index}: {row.arch}, {_rank(row)}: {row.reason}"
     for row in rows.append:
         if symbol == row.symbol:
             yield f"append_kv {row.index}: {row.arch}, layer {row.layer}, {row.kv_heads} kv heads: {row.reason}"
@@ -138,9 +143,12 @@ def _rows(symbol: str, rows: Rows) -> Iterator[str]:
 
 
 def _condition(row: AttentionRow) -> str:
+    return f"{_rank(row)}, max_seqlen_q {row.min_query_len}..{row.max_query_len}"
+
+
+def _rank(row: AttentionRow | VarlenRow) -> str:
     guard = "aligned" if row.aligned else "unaligned"
-    lengths = f"max_seqlen_q {row.min_query_len}..{row.max_query_len}"
-    return f"layer {row.layer}, {row.query_heads}/{row.kv_heads} heads, {guard}, {lengths}"
+    return f"layer {row.layer}, {row.query_heads}/{row.kv_heads} heads, {guard}"
 
 
 def _arguments(variant: Variant) -> Iterator[str]:

@@ -1,11 +1,13 @@
 """Artifacts -> text: Jinja with StrictUndefined over templates/, a context of named values, no logic of its own."""
 
+import json
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specgen import __version__, decode_ws
+from specgen import __version__, decode_ws, prefill_ws
 from specgen.artifact import Artifact
 from specgen.data_files import TEMPLATES
 from specgen.load import Loaded
@@ -22,6 +24,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    environment.filters["literal"] = lambda text: json.dumps(text, ensure_ascii=False)
     environment.filters["identifier"] = lambda name: "None" if name is None else f'"{name}"'
     return environment
 
@@ -33,14 +36,34 @@ def _mask_words(g: Geometry) -> list[str]:
     return [f"{name} {value}" for name, value in numbers if value is not None] + [name for name, on in switches if on]
 
 
+class Part(NamedTuple):
+    """One tile of a head: the ending of its names, the constant that is its width, where it starts (text), its padding."""
+
+    suffix: str
+    block: str
+    start: str
+    padded: bool
+
+
+def _parts(tiles: tuple[int, ...], dim: int, block: str) -> tuple[Part, ...]:
+    if len(tiles) == 1:
+        return (Part("", block, "", tiles[0] != dim),)
+    return Part("", block, "", False), Part("_tail", f"{block}_TAIL", f"{block} + ", sum(tiles) != dim)
+
+
+def _tile_text(tiles: tuple[int, ...], dim: str) -> str:
+    return f"{dim} rounded up to a tile" if len(tiles) == 1 else f"the leading elements of {dim}: one tile"
+
+
 def kernel_view(variant: Variant) -> dict:
     """The names that a kernel template may use, flat: numbers, identifiers and named booleans, never a condition to compute."""
-    view = _common_view(variant)
-    return view | decode_ws.Shape(variant).view() if variant.family == "decode_ws" else view
+    own = {"decode_ws": decode_ws.Shape, "prefill_ws": prefill_ws.Shape}.get(variant.family)
+    return _common_view(variant) | (own(variant).view() if own else {})
 
 
 def _common_view(variant: Variant) -> dict:
     g, c = variant.geometry, variant.config
+    qk_tiles, v_tiles = variant.qk_tiles, variant.v_tiles
     return {
         "symbol": variant.symbol,
         "family": variant.family,
@@ -50,8 +73,15 @@ def _common_view(variant: Variant) -> dict:
         "qk_dim": g.qk_dim,
         "v_dim": g.v_dim,
         "head_dims": str(g.qk_dim) if g.qk_dim == g.v_dim else f"{g.qk_dim} (v {g.v_dim})",
-        "block_qk": variant.block_qk,
-        "block_v": variant.block_v,
+        "block_qk": qk_tiles[0],
+        "qk_tail": sum(qk_tiles[1:]),
+        "qk_tile_text": _tile_text(qk_tiles, "QK_DIM"),
+        "qk_parts": _parts(qk_tiles, g.qk_dim, "BLOCK_QK"),
+        "block_v": v_tiles[0],
+        "v_tail": sum(v_tiles[1:]),
+        "v_tile_text": _tile_text(v_tiles, "V_DIM"),
+        "v_parts": _parts(v_tiles, g.v_dim, "BLOCK_V"),
+        "partial_v": "(BLOCK_V + BLOCK_V_TAIL)" if len(v_tiles) > 1 else "BLOCK_V",
         "qk_padded": variant.block_qk != g.qk_dim,
         "v_padded": variant.block_v != g.v_dim,
         "dtype": g.dtype,
@@ -97,30 +127,6 @@ def _common_view(variant: Variant) -> dict:
         "block_seqs": next_power_of_two(variant.max_seqs),
         "max_query_len": variant.max_query_len,
         "min_query_len": (variant.max_query_len or 0) + 1,
-        **(_warp_specialized_view(variant) if variant.family == "prefill_ws" else {}),
-    }
-
-
-def _warp_specialized_view(variant: Variant) -> dict:
-    """What the warp-specialized prefill template needs besides."""
-    g, c = variant.geometry, variant.config
-    return {
-        "total_warps": 12,
-        "maxnreg": dict(c.options)["maxnreg"],
-        "consumer_registers": variant.consumer_registers,
-        "loader_registers": variant.loader_registers,
-        "query_slots": variant.query_slots,
-        "several_queries": variant.query_slots > 1,
-        "narrow_weights": variant.narrow_weights,
-        "overlap_items": variant.query_slots > 1 and not variant.narrow_weights,
-        "packed_heads": variant.packed_heads,
-        "block_tokens": c.block_m // variant.packed_heads,
-        "ws_head_blocks": g.query_heads // variant.packed_heads,
-        "box_columns": BOX_COLUMNS,
-        "keys_box": variant.keys_box,
-        "split_keys": variant.keys_box < c.tile_n,
-        "loader_boxes": max(c.tile_n // variant.keys_box // 2, 1),
-        "consumer_rows": c.block_m // 2,
     }
 
 

@@ -3,7 +3,7 @@
 Every function returns reasons; None or an empty list means legal. Imports only nouns.
 """
 
-from specgen import decode_ws
+from specgen import decode_ws, prefill_ws
 from specgen.spec import AttentionSpec, Limits, Spec
 from specgen.target import Target
 from specgen.variant import Variant
@@ -69,11 +69,13 @@ def shared_bytes(variant: Variant, vendor: str) -> int:
     """
     if variant.family == "decode_ws":
         return decode_ws.Shape(variant).shared_bytes
+    if variant.family == "prefill_ws":
+        return prefill_ws.Shape(variant).shared_bytes
     if variant.family not in ("decode", "prefill", "varlen"):
         return 0
     g, c = variant.geometry, variant.config
-    key_tile = c.tile_n * (g.block_qk + g.block_v) * g.itemsize
-    query_tile = c.block_m * g.block_qk * g.itemsize
+    key_tile = c.tile_n * (sum(g.qk_tiles) + sum(g.v_tiles)) * g.itemsize
+    query_tile = c.block_m * sum(g.qk_tiles) * g.itemsize
     weight_tile = c.block_m * c.tile_n * g.itemsize
     if vendor == "amd":
         return max(query_tile, max(c.num_stages - 1, 1) * key_tile + weight_tile)
@@ -90,6 +92,9 @@ def work_items(variant: Variant, limits: Limits) -> int:
         row_blocks = -(-variant.max_query_len * g.group // c.block_m)
         heads = g.kv_heads // variant.heads_box
         return min(limits.max_seqs, limits.max_tokens) * -(-limits.max_seq_len // _grain(variant)) * row_blocks * heads
+    if variant.family == "prefill_ws":
+        shape = prefill_ws.Shape(variant)
+        return (-(-limits.max_tokens // shape.block_tokens) + limits.max_seqs) * shape.head_blocks
     if variant.family in ("prefill", "varlen"):
         return (-(-limits.max_tokens * g.group // c.block_m) + limits.max_seqs) * g.kv_heads
     return 0
@@ -133,9 +138,32 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
     return next((f"decode_ws {reason}" for is_met, reason in needs if not is_met), None)
 
 
+def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
+    """Why prefill_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
+    g, c = variant.geometry, variant.config
+    pages = g.page_size >= prefill_ws.LEAST_PAGE and g.page_size & (g.page_size - 1) == 0
+    rows = prefill_ws.CONSUMERS * prefill_ws.MATRIX_ROWS
+    needs = (
+        (target.arch == "sm_90", f"is written for sm_90, {target.id} is {target.arch}"),
+        (variant.aligned, "copies pages by TMA, which needs aligned pointers and strides"),
+        (g.itemsize == 2, f"multiplies elements of 2 bytes, {g.dtype} has {g.itemsize}"),
+        (g.alignment == 16, f"copies pages by TMA, which needs heads of a multiple of 16 bytes, not {g.qk_dim} and {g.v_dim} elements"),
+        (max(g.qk_dim, g.v_dim) <= 256, f"holds heads of up to 256 elements, not {g.qk_dim} and {g.v_dim}"),
+        (pages, f"needs pages of a power of two of at least {prefill_ws.LEAST_PAGE} keys, not {g.page_size}"),
+        (not (g.alibi or g.prefix_ranges), "implements neither ALiBi nor prefix ranges"),
+        (c.block_m == rows, f"needs row blocks of {rows}, {prefill_ws.MATRIX_ROWS} for each consumer, not {c.block_m}"),
+        (c.tile_n in (64, 128), f"needs tiles of 64 or 128 keys, not {c.tile_n}"),
+        (c.num_warps == prefill_ws.CONSUMER_WARPS, f"needs {prefill_ws.CONSUMER_WARPS} warps a consumer, not {c.num_warps}"),
+        (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
+        (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
+    )
+    return next((f"prefill_ws {reason}" for is_met, reason in needs if not is_met), None)
+
+
 def why_not(variant: Variant, target: Target, limits: Limits) -> str | None:
     """The reason why `target` cannot run `variant` on every batch within `limits`, or None."""
-    if variant.family == "decode_ws" and (reason := _decode_ws_refusal(variant, target)):
+    own = {"decode_ws": _decode_ws_refusal, "prefill_ws": _prefill_ws_refusal}.get(variant.family)
+    if own and (reason := own(variant, target)):
         return reason
     most = _MAX_ITEMS
     if variant.family == "decode_ws":  # a share may be larger than even

@@ -62,14 +62,14 @@ class Geometry:
         return DTYPES[self.dtype].itemsize
 
     @property
-    def block_qk(self) -> int:
-        """qk_dim rounded up to a tile: a power of two, at least 16 (the depth of a matrix instruction)."""
-        return max(16, next_power_of_two(self.qk_dim))
+    def qk_tiles(self) -> tuple[int, ...]:
+        """Widths of the one or two tiles that hold a head of queries or keys."""
+        return sizes.head_tiles(self.qk_dim)
 
     @property
-    def block_v(self) -> int:
-        """v_dim rounded up to a tile."""
-        return sizes.block_v(self.v_dim)
+    def v_tiles(self) -> tuple[int, ...]:
+        """Widths of the tiles that hold a head of values."""
+        return sizes.head_tiles(self.v_dim)
 
     @property
     def plain(self) -> bool:
@@ -199,38 +199,34 @@ class Variant:
         return min(self.geometry.group & -self.geometry.group, 16)
 
     @property
+    def qk_tiles(self) -> tuple[int, ...]:
+        """Widths of the tiles that hold a head of queries or keys: one or two for plain matrix products, else one."""
+        return self._tiles(self.geometry.qk_tiles, self.geometry.qk_dim)
+
+    @property
+    def v_tiles(self) -> tuple[int, ...]:
+        """Widths of the tiles that hold a head of values."""
+        return self._tiles(self.geometry.v_tiles, self.geometry.v_dim)
+
+    def _tiles(self, parted: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        """Gluon's tiles hold whole boxes; where elements are only moved, idle lanes cost nothing."""
+        if self.family in ATTENTION_FAMILIES and self.family not in GLUON_FAMILIES:
+            return parted
+        return (max(sizes.MIN_TILE, self._box_columns, next_power_of_two(dim)),)
+
+    @property
     def block_qk(self) -> int:
-        """Columns of a tile of queries or keys: the geometry's, but whole boxes where boxes are copied."""
-        return max(self.geometry.block_qk, self._box_columns)
+        """Columns of a tile of queries or keys."""
+        return sum(self.qk_tiles)
 
     @property
     def block_v(self) -> int:
         """Columns of a tile of values."""
-        return max(self.geometry.block_v, self._box_columns)
+        return sum(self.v_tiles)
 
     @property
     def _box_columns(self) -> int:
         return BOX_COLUMNS if self.family in GLUON_FAMILIES else 0
-
-    @property
-    def query_slots(self) -> int:
-        """Query tiles in flight of prefill_ws: wider ones leave room for one."""
-        return 2 if self.block_qk <= 128 else 1
-
-    @property
-    def narrow_weights(self) -> bool:
-        """Whether prefill_ws turns weights into the dtype at once: its accumulators leave no registers for float32 ones."""
-        return self.block_v > 128
-
-    @property
-    def loader_registers(self) -> int:
-        """Registers of a thread of the 4 warps of prefill_ws that load: enough, or where accumulators are wide the least there is."""
-        return 40 if self.block_v <= 64 else 24
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread of the 8 warps that compute: what the loaders leave of `maxnreg` for each of the 12."""
-        return (12 * dict(self.config.options)["maxnreg"] - 4 * self.loader_registers) // 8
 
     @property
     def keys_box(self) -> int:

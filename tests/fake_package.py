@@ -10,7 +10,7 @@ from specgen.runtime import reference
 from specgen.runtime.arguments import variant_call_arguments
 from specgen.runtime.errors import CaptureError
 from specgen.runtime.package import Package
-from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
+from specgen.runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
 
 ARCH, PAGE, QK, V, SPEC = "sm_90", 4, 32, 16, 4
 LIMITS = {"max_seqs": 8, "max_seq_len": 128, "max_tokens": 64, "max_spec_tokens": SPEC}
@@ -22,7 +22,7 @@ def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH, features
     fields of every layer and its attention variants.
     """
     features = features or {}
-    variants, attention_rows, append_rows, merge_rows = {}, [], [], []
+    variants, attention_rows, append_rows, merge_rows, varlen_rows = {}, [], [], [], []
 
     def variant(symbol, family, query_heads, kv_heads, aligned, **facts):
         variants[symbol] = {
@@ -70,8 +70,13 @@ def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH, features
                 prefill = variant(
                     f"prefill_{tail}", "prefill", query_heads, kv_heads, aligned, **split | {"block_m": 32}
                 )
-                layout = {"layout": features.get("layout", "NHD")}
-                append = variant(f"append_{tail}", "append_kv", query_heads, kv_heads, aligned, **layout)
+                whole = split | {"max_query_len": None, "block_m": 32, "layout": "NHD"}
+                varlen = variant(f"varlen_{tail}", "varlen", query_heads, kv_heads, aligned, **whole)
+                facts = (len(varlen_rows), arch, layer, query_heads, kv_heads, aligned, varlen, "varlen")
+                varlen_rows.append(VarlenRow(*facts))
+                names = ("layout", "rotary_dim", "rotary_style")
+                more = {name: features[name] for name in names if name in features}
+                append = variant(f"append_{tail}", "append_kv", query_heads, kv_heads, aligned, **more)
                 for low, high, symbol in ((1, SPEC, None), (SPEC + 1, LIMITS["max_tokens"], prefill)):
                     facts = (
                         len(attention_rows),
@@ -134,7 +139,7 @@ def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH, features
     directory = tmp_path / name
     directory.mkdir(exist_ok=True)
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    return directory, attention_rows, append_rows, merge_rows
+    return directory, attention_rows, append_rows, merge_rows, varlen_rows
 
 
 class FakeDevice:
@@ -188,10 +193,24 @@ class FakeDevice:
                 if a["store_lse"]:
                     a["lse_ptr"][first:last] = lse[first:last].float()
 
+    def run_varlen(self, variant, a):
+        lengths = {name: a[name + "_ptr"] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        out, lse = reference.attention_varlen(
+            a["q_ptr"], a["k_ptr"], a["v_ptr"], **lengths, **formula(variant), **extras(a)
+        )
+        last = int(a["cu_seqlens_q_ptr"][-1])
+        a["out_ptr"][:last] = out[:last].to(a["out_ptr"].dtype)
+        if a["store_lse"]:
+            a["lse_ptr"][:last] = lse[:last].float()
+
     def run_append_kv(self, variant, a):
-        caches = a["k_cache_ptr"], a["v_cache_ptr"]
-        slots = a["slot_mapping_ptr"]
-        reference.append_kv(a["k_ptr"], a["v_ptr"], *caches, slot_mapping=slots, layout=variant["layout"])
+        caches, slots, k = (a["k_cache_ptr"], a["v_cache_ptr"]), a["slot_mapping_ptr"], a["k_ptr"]
+        if "q_ptr" in a:
+            turn = a["positions_ptr"], a["cos_ptr"], a["sin_ptr"], variant["rotary_style"]
+            a["q_out_ptr"].copy_(reference.rotate(a["q_ptr"], *turn))
+            k = reference.rotate(k, *turn)
+        layout = variant.get("layout", "NHD")
+        reference.append_kv(k, a["v_ptr"], *caches, slot_mapping=slots, layout=layout)
 
     def run_merge_states(self, variant, a):
         out, lse = reference.merge_states(a["out_a_ptr"], a["lse_a_ptr"], a["out_b_ptr"], a["lse_b_ptr"])
@@ -247,6 +266,18 @@ def batch(lens=((1, 9), (2, 5), (0, 3), (1, 1)), heads=(8, 2), pages=16, max_pag
         "cu_seqlens_q": torch.tensor(starts, dtype=torch.int32),
     }
     return [q, *caches], keywords
+
+
+def packed(lens=((1, 9), (2, 5), (0, 3), (1, 1)), heads=(8, 2), seed=0):
+    """Arguments of one attention_varlen call: positional tensors and keywords."""
+    make = torch.Generator().manual_seed(seed)
+    tokens, key_tokens = sum(m for m, _ in lens), sum(n for _, n in lens)
+    shapes = (tokens, heads[0], QK), (key_tokens, heads[1], QK), (key_tokens, heads[1], V)
+    keywords = {
+        f"cu_seqlens_{name}": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for name, lengths in (("q", [m for m, _ in lens]), ("k", [n for _, n in lens]))
+    }
+    return [torch.randn(*shape, generator=make) for shape in shapes], keywords
 
 
 def expected(tensors, keywords, **features):

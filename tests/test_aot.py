@@ -363,7 +363,7 @@ def test_unreadable_binaries_are_build_errors(everywhere):
 def test_a_cached_build_starts_no_worker(tmp_path, monkeypatch):
     cache = Cache(tmp_path)
     first = aot.compile_all([add_job()], cache=cache)
-    monkeypatch.setattr(aot, "_Worker", None)
+    monkeypatch.setattr(aot, "Child", None)
     calls = []
     assert (
         aot.compile_all([add_job(targets=("x",))], cache=cache, progress=lambda *c: calls.append(c)) == first

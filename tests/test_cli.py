@@ -125,6 +125,7 @@ def test_what_is_written_is_what_was_planned(tree):
     assert names["ATTENTION_ROWS"] == rows.attention
     assert names["APPEND_ROWS"] == rows.append
     assert names["MERGE_ROWS"] == rows.merge
+    assert names["VARLEN_ROWS"] == rows.varlen
 
 
 def test_the_manifest_is_json_that_names_what_is_there(tree):
@@ -170,7 +171,7 @@ def test_a_failed_build_leaves_the_tree_alone(built, tree, capsys, tmp_path):
 
 def test_list(run, built, tmp_path):
     lines = run("list", SPEC, "--build-dir", built).splitlines()
-    assert lines[-1] == "7 specializations, 7 binaries"
+    assert lines[-1] == "9 specializations, 9 binaries"
     assert any(line.split()[:2] == [SYMBOL, "sm_90"] and line.endswith("not built") for line in lines)
     wide = tmp_path / "wide.yaml"
     wide.write_text(SPEC.read_text().replace("head_dim: 64", "head_dim: 256").replace("[h200]", "[l4]"))
@@ -181,7 +182,7 @@ def test_list(run, built, tmp_path):
 def test_list_survives_a_damaged_manifest(run, tree, built):
     for text in ("[]", "{", '{"variants": {"' + SYMBOL + '": {"binaries": null}}}', '{"variants": []}'):
         (tree / "manifest.json").write_text(text)
-        assert "7 specializations" in run("list", SPEC, "--build-dir", built)
+        assert "9 specializations" in run("list", SPEC, "--build-dir", built)
 
 
 def test_explain_goes_from_the_line_to_the_rows(run):
@@ -206,10 +207,11 @@ def test_explain_goes_from_the_line_to_the_rows(run):
 def test_explain_names_every_family_and_degree(run):
     case = CASES / "tensor_parallel" / "spec.yaml"
     variants = expand(load(case).spec, load_targets()).variants
-    for family in ("prefill", "append_kv", "merge_states"):
+    tables = {"prefill": "attention", "varlen": "attention_varlen"}
+    for family in ("prefill", "varlen", "append_kv", "merge_states"):
         symbol = [symbol for symbol, variant in variants.items() if variant.family == family][-1]
         text = run("explain", symbol, case)
-        assert f"    {'attention' if family == 'prefill' else family} " in text and "sm_80 (a100_sxm)" in text
+        assert f"    {tables.get(family, family)} " in text and "sm_80 (a100_sxm)" in text
     append = next(symbol for symbol in variants if symbol.startswith("append_kv_h1_"))
     text = run("explain", append, case)  # degrees 2 and 4 leave one key/value head each
     assert "tensor_parallel 2:" in text and "tensor_parallel 4:" in text and "tensor_parallel 1:" not in text

@@ -239,7 +239,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("qk_dim", "dtype"), [(128, "bfloat16"), (20, "float16"), (36, "float32")])
-@pytest.mark.parametrize("family", ["decode", "prefill", "append_kv", "merge_states"])
+@pytest.mark.parametrize("family", ["decode", "prefill", "varlen", "append_kv", "merge_states"])
 def test_just_in_time_promises_what_the_build_promises(family, qk_dim, dtype, aligned):
     """The compiler gets one signature and one set of divisors, ahead of time and just in time."""
     from specgen.runtime import jit

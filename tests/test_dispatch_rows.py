@@ -19,9 +19,9 @@ from specgen.expand import expand
 from specgen.load import Loaded, loads
 from specgen.manifest import manifest
 from specgen.plan import dispatch_rows, plan
-from specgen.render import render
+from specgen.render import kernel_view, render
 from specgen.runtime.arguments import ROLES
-from specgen.runtime.table import Table
+from specgen.runtime.table import Bounds, Table
 from specgen.target import load_targets
 from specgen.variant import GLUON_FAMILIES, Config, Geometry, Variant
 
@@ -92,8 +92,10 @@ SPREAD = {
 def test_rows_are_total_and_disjoint(case):
     spec = SPREAD[case].spec
     rows = dispatch_rows(spec, expand(spec, TARGETS))
-    table = Table(rows.attention, rows.append, rows.merge)
-    assert table.faults(spec.limits.max_tokens) == []
+    table = Table(rows.attention, rows.append, rows.merge, rows.varlen)
+    limits = spec.limits
+    most = Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
+    assert table.faults(most) == []
     archs = {TARGETS[name].arch for name in spec.targets}
     for arch in archs:
         for layer in spec.attention:
@@ -117,10 +119,13 @@ def test_rows_are_total_and_disjoint(case):
                             hits,
                         )
                         assert (
-                            table.attention(arch, layer.name, query_heads, kv_heads, aligned, length)
+                            table.attention(
+                                arch, layer.name, query_heads, kv_heads, aligned, Bounds(length, 1, length, 1)
+                            )
                             is hits[0]
                         )
                     table.append(arch, layer.name, kv_heads, aligned)
+                    table.varlen(arch, layer.name, query_heads, kv_heads, aligned)
                 table.merge(arch, query_heads, layer.head_dim.v)
 
 
@@ -137,12 +142,27 @@ def test_the_kernels_of_a_row_take_every_length_once(case):
             )
             assert takers == 1, (row, length)
         for symbol in row.symbols:
-            geometry = variants[symbol].geometry
-            layer = next(layer for layer in spec.attention if layer.name == row.layer)
-            assert (geometry.query_heads, geometry.kv_heads) == (row.query_heads, row.kv_heads)
-            assert (geometry.qk_dim, geometry.v_dim) == (layer.head_dim.qk, layer.head_dim.v)
-            assert (geometry.mask, geometry.scale) == (layer.mask, layer.resolved_scale)
-            assert variants[symbol].aligned == row.aligned
+            assert_serves(variants[symbol], row, spec)
+
+
+@pytest.mark.parametrize("case", SPREAD)
+def test_a_varlen_row_takes_every_sequence(case):
+    spec = SPREAD[case].spec
+    expansion = expand(spec, TARGETS)
+    for row in dispatch_rows(spec, expansion).varlen:
+        variant = expansion.variants[row.symbol]
+        assert variant.max_query_len is None and kernel_view(variant)["min_query_len"] == 1
+        assert_serves(variant, row, spec)
+
+
+def assert_serves(variant, row, spec):
+    """The variant has the geometry and the guard that its row stands for."""
+    layer = next(layer for layer in spec.attention if layer.name == row.layer)
+    geometry = variant.geometry
+    assert (geometry.query_heads, geometry.kv_heads) == (row.query_heads, row.kv_heads)
+    assert (geometry.qk_dim, geometry.v_dim) == (layer.head_dim.qk, layer.head_dim.v)
+    assert (geometry.mask, geometry.scale) == (layer.mask, layer.resolved_scale)
+    assert variant.aligned == row.aligned
 
 
 @pytest.mark.parametrize("case", SPREAD)
@@ -151,7 +171,7 @@ def test_rows_kernels_tests_and_manifest_name_the_same_symbols(case):
     expansion = expand(spec, TARGETS)
     rows = dispatch_rows(spec, expansion)
     by_arch = {(row.arch, symbol) for row in rows.attention for symbol in row.symbols}
-    by_arch |= {(row.arch, row.symbol) for row in (*rows.append, *rows.merge)}
+    by_arch |= {(row.arch, row.symbol) for row in (*rows.append, *rows.merge, *rows.varlen)}
     symbols = {symbol for _, symbol in by_arch}
     paths = {artifact.path for artifact in plan(SPREAD[case], expansion)}
     assert {path for path in paths if path.startswith("kernels/")} - {"kernels/__init__.py"} == {
@@ -211,7 +231,7 @@ configs = st.builds(
 )
 attention_variants = st.builds(
     Variant,
-    st.sampled_from(["decode", "prefill"]),
+    st.sampled_from(["decode", "prefill", "varlen"]),
     geometries,
     configs,
     st.booleans(),
@@ -230,6 +250,8 @@ def test_different_attention_kernels_have_different_names(a, b, data):
             for name in data.draw(st.lists(st.sampled_from(fields), max_size=2))
         }
         b = replace(b, **{part: replace(getattr(a, part), **other)})
+    if a.family == b.family == "varlen":  # contiguous keys have no pages
+        b = replace(b, geometry=replace(b.geometry, page_size=a.geometry.page_size))
     assert (a.symbol == b.symbol) == (a == b)
     assert a.symbol.isidentifier() and a.symbol == a.symbol.lower() and len(a.symbol) < 200
 
@@ -274,8 +296,9 @@ def test_wide_float32_heads_fit_where_shared_memory_is_large():
 def test_tuning_rows_are_well_formed():
     """A misspelt key would be passed over, and the row with it taken for every geometry."""
     rows = YAML(typ="safe", pure=True).load((Path(tuning.__file__).parent / "configs.yaml").read_text())
-    plain = {"decode", "prefill", "append_kv", "merge_states"}
+    plain = {"decode", "prefill", "varlen", "append_kv", "merge_states"}
     assert plain <= set(rows) <= plain | set(GLUON_FAMILIES)
+    assert rows["varlen"] is rows["prefill"]
     for family, configs in rows.items():
         if family in plain:
             assert configs[-1]["for"].keys() <= {"itemsize", "max_dim"}, "the last row serves every vendor"
@@ -353,6 +376,8 @@ def test_the_bound_holds_for_batches():
                     total += max(-(-keys // c.tile_n), 1) * blocks
                 elif variant.family == "prefill" and queries > variant.max_query_len:
                     total += blocks
+                elif variant.family == "varlen":
+                    total += blocks
             assert total <= bound
 
 
@@ -366,7 +391,7 @@ def test_shared_memory_is_bounded_from_above(tmp_path):
     )
     generated = pipeline.generate(path)
     variants = generated.expansion.variants
-    jobs = [job for job in pipeline.jobs(generated) if variants[job.symbol].family in ("decode", "prefill")]
+    jobs = [job for job in pipeline.jobs(generated) if rules.shared_bytes(variants[job.symbol], "nvidia")]
     binaries = compile_all(jobs)
     assert {arch for _, arch in binaries} == {"sm_80", "gfx942"} and len(binaries) == len(jobs)
     for (symbol, arch), binary in binaries.items():

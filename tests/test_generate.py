@@ -32,6 +32,7 @@ from specgen.write import write_tree
 
 CASES = Path(__file__).parent / "cases"
 _ALIGNED = "s[0-9]c[0-9].py"
+_PAGED = "[dp]*"  # decode and prefill; varlen's own branches are in full_tree
 # Which files of a tree are kept for review; what each case is for.
 STORED = {
     "full_tree": ("*.py",),  # every kind of file once; one query row, causal, nothing padded
@@ -55,12 +56,12 @@ STORED = {
         f"kernels/append_kv_*{_ALIGNED}",
         f"kernels/merge_*{_ALIGNED}",
     ),  # 40-byte rows: 8 bytes promised
-    "window_and_cap": (f"kernels/*_window100_*{_ALIGNED}",),  # decode and prefill
-    "chunk_and_sinks": (f"kernels/*_chunk96_*{_ALIGNED}",),
+    "window_and_cap": (f"kernels/{_PAGED}_window100_*{_ALIGNED}",),
+    "chunk_and_sinks": (f"kernels/{_PAGED}_chunk96_*{_ALIGNED}",),
     # Ranges alone move the right edge only, beside a window both edges.
     "prefix_ranges": (
         f"kernels/prefill_*_causal_ranges_*{_ALIGNED}",
-        f"kernels/*_window100_ranges_*{_ALIGNED}",
+        f"kernels/{_PAGED}_window100_ranges_*{_ALIGNED}",
     ),
     "alibi": (f"kernels/decode_*{_ALIGNED}", f"kernels/prefill_*_bidirectional_*{_ALIGNED}"),
     "rotary": (f"kernels/append_kv_*{_ALIGNED}",),  # whole heads in halves; 32 of 80 elements interleaved

@@ -18,33 +18,70 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant decode_ws artifact binary data_files",
+    "noun": "__init__ errors dtypes fields explanations document target spec variant decode_ws prefill_ws artifact binary data_files"
+    " tuning.records tuning.trial bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
-    "verb": "load hf hf_facts hf_layers rules tuning expand plan manifest render format write"
-    " cache toolchain loops resources aot aot_worker wheel verify",
-    "composition": "pipeline provenance",
+    "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
+    " cache toolchain loops descriptors resources child aot aot_worker wheel verify"
+    " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
+    " tuning.evidence tuning.relatives tuning.choose"
+    " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep"
+    " bench.batch bench.timing bench.machine bench.peers bench.vllm_triton bench.results bench.contest bench.step"
+    " bench.report bench.pictures bench.output",
+    "composition": "pipeline provenance bench.run tune_compile tune_measure tune_data",
     "talk": "cli __main__",
 }
 # What a verb (or a noun) imports beyond nouns, and why that arrow is right.
 EXTRA = {
     "variant": "runtime.arguments runtime.sizes runtime.tensor_maps",  # signature, tile sizes: one statement for kernel and launch
     "decode_ws": "runtime.sizes",  # what a partial state is: one statement for kernel and scratch
+    "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
+    "bench.batch": "runtime.extras runtime.reference",
+    "bench.peers": "bench.batch bench.vllm_triton",  # a batch is what they are asked; parts of one verb
+    "bench.vllm_triton": "bench.batch",
+    "bench.results": "bench.timing",  # samples are its input
+    "bench.contest": "bench.batch bench.peers bench.results bench.timing runtime.reference",
+    "bench.step": "bench.batch bench.peers bench.results",
+    "bench.report": "bench.results",
+    "bench.pictures": "bench.results",
+    "bench.output": "bench.report bench.pictures",
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
-    "expand": "rules tuning",  # enumerating asks what is preferred and what is legal
-    "plan": "expand load runtime.arguments runtime.table",  # an Expansion and a Loaded are its input; rows and roles are what the package reads
+    # Enumerating asks what is preferred, what is legal, and what was measured.
+    "expand": "rules runtime.arguments tuning tuning.choose tuning.tree",
+    "measured": "expand load plan render runtime.arguments toolchain tuning.current tuning.jsonl tuning.shipped",
+    "tuning.shipped": "tuning.jsonl",
+    "tuning.store": "tuning.jsonl",
+    # What tune tries, and how.
+    "tuning.space": "rules tuning",
+    "tuning.problems": "tuning.bundle",
+    "tuning.search": "tuning.problems",
+    "tuning.executors": "child",
+    "tuning.trial_worker": "bench.batch bench.machine bench.timing child runtime.reference",
+    "tuning.sweep": "tuning.bundle tuning.current tuning.executors tuning.problems tuning.search tuning.store",
+    # From measurements to a tree: parts of one verb, each on those before it.
+    "tuning.records": "runtime.table",  # the bounds of a call: one statement for table and tree
+    "tuning.matrix": "tuning.current runtime.table",
+    "tuning.cover": "tuning.matrix",
+    "tuning.tree": "runtime.table",
+    "tuning.evidence": "tuning.matrix",
+    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
+    "plan": "expand load runtime.arguments runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
+    "descriptors": "loops",
     "resources": "loops toolchain",
-    "aot": "cache resources toolchain",
-    "aot_worker": "resources toolchain",
+    "aot": "cache child resources toolchain",
+    "aot_worker": "child descriptors resources toolchain",
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.arguments runtime.table",
-    "cli": "pipeline provenance hf cache",  # init is one verb; the cache is made where its warning is printed
+    "tune_compile": "pipeline",
+    # init is one verb; the cache is made where its warning is printed
+    "cli": "pipeline provenance bench.run bench.output tune_compile tune_measure tune_data hf cache",
     "__main__": "cli",
 }
 MAX_LINES = 400

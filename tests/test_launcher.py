@@ -62,7 +62,7 @@ def test_packing(bench):
     assert int(launch["function"], 16) == handle
 
 
-@pytest.mark.parametrize("family", ["decode", "prefill", "append_kv", "merge_states"])
+@pytest.mark.parametrize("family", ["decode", "prefill", "varlen", "append_kv", "merge_states"])
 def test_every_family_packs_as_declared(bench, family):
     """The kernel gets what it takes of the call, in its own order; what it does not take is not looked at."""
     _, kernel = bench.bind(family)

@@ -565,7 +565,7 @@ def test_helpers_fail_when_dispatch_chooses_another(interpreter):
         with pytest.raises(AssertionError, match="row"):
             check(package, CASE, detail)
     other = Case(**{**CASE.__dict__, "symbol": "another"})
-    package.explain = lambda **arguments: types.SimpleNamespace(row=replace(package.row, index=7))
+    package.explain = lambda **arguments: types.SimpleNamespace(row=replace(package.row, decode="other"))
     with pytest.raises(AssertionError, match="chose"):
         testing.check_attention(package, other, "groups")
 

@@ -149,26 +149,7 @@ def check_attention(
     if out is None:
         out_token, out_head = query_heads * v_dim, v_dim
     else:
-        if out.shape != (tokens, query_heads, v_dim):
-            bad("attention", "out", f"has shape {list(out.shape)}", [tokens, query_heads, v_dim])
-        if out.dtype is not dtype:
-            bad("attention", "out", f"has dtype {out.dtype}", dtype)
-        out_token, out_head, out_last = out.stride()
-        if out_last != 1:
-            bad_strides("attention", "out", out)
-        if (out_head < v_dim or out_token < query_heads * out_head) and overlaps(
-            (tokens, out_token), (query_heads, out_head), (v_dim, 1)
-        ):
-            bad(
-                "attention",
-                "out",
-                f"has strides {out.stride()} that overlap",
-                "every element at its own address",
-            )
-        if out.get_device() != index or index < 0:
-            same_device("attention", {"q": q, "out": out})
-        if _grad_enabled() and out.requires_grad:
-            refuse_grad("attention", {"out": out})
+        out_token, out_head = check_out("attention", out, q, v_dim)
     bits = q_token | q_head | k_page | k_slot | k_head | v_page | v_slot | v_head | out_token | out_head
     strides = (
         table_row,
@@ -184,6 +165,28 @@ def check_attention(
         out_head,
     )
     return seqs, max_pages, bits, strides
+
+
+def check_out(function: str, out: Tensor, q: Tensor, v_dim: int) -> tuple[int, int]:
+    """Check the output of an attention call whose q is already checked; return its strides (token, head)."""
+    tokens, query_heads, _ = q.shape
+    if out.shape != (tokens, query_heads, v_dim):
+        bad(function, "out", f"has shape {list(out.shape)}", [tokens, query_heads, v_dim])
+    if out.dtype is not q.dtype:
+        bad(function, "out", f"has dtype {out.dtype}", q.dtype)
+    token, head, last = out.stride()
+    if last != 1:
+        bad_strides(function, "out", out)
+    if (head < v_dim or token < query_heads * head) and overlaps(
+        (tokens, token), (query_heads, head), (v_dim, 1)
+    ):
+        came = f"has strides {out.stride()} that overlap"
+        bad(function, "out", came, "every element at its own address")
+    if out.get_device() != q.get_device() or q.get_device() < 0:
+        same_device(function, {"q": q, "out": out})
+    if _grad_enabled() and out.requires_grad:
+        refuse_grad(function, {"out": out})
+    return token, head
 
 
 def read_attention(

@@ -27,7 +27,7 @@ def describe(manifest: dict, table: Table) -> str:
         *_variants(manifest),
         "",
         f"rows        {len(table.attention_rows)} attention, {len(table.append_rows)} append_kv, "
-        f"{len(table.merge_rows)} merge_states",
+        f"{len(table.merge_rows)} merge_states, {len(table.varlen_rows)} attention_varlen",
     ]
     return "\n".join(lines)
 

@@ -18,7 +18,8 @@ from .extras import check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
 from .plans import DevicePlans
 from .table import Table
-from .values import check_values
+from .values import check_values, check_varlen_values
+from .varlen import check_varlen, read_varlen
 from .workspace import Workspace
 
 _NOT_READABLE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -30,13 +31,15 @@ class Eager:
     `open_device(directory, manifest, torch_device)` gives a device's launcher.
     """
 
-    def __init__(self, name, directory, attention_rows, append_rows, merge_rows, open_device):
+    def __init__(
+        self, name, directory, attention_rows, append_rows, merge_rows, varlen_rows, open_device, selectors=None
+    ):  # fmt: skip
         self.name = name
         self.directory = Path(directory)
         self.manifest = json.loads((self.directory / "manifest.json").read_text(encoding="utf-8"))
         self.version = self.manifest["version"]
         self.limits = Limits(*(self.manifest["limits"][field] for field in Limits._fields))
-        self.table = Table(attention_rows, append_rows, merge_rows)
+        self.table = Table(attention_rows, append_rows, merge_rows, varlen_rows, selectors)
         self.geometries = Geometries(self.manifest, self.table)
         self._by_heads = self.geometries.by_heads
         self._hnd = self.geometries.hnd
@@ -75,7 +78,11 @@ class Eager:
                 tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
                 _refusals.refuse_no_memory("attention", tensors)
             pointers = q_at | k_at | v_at | out_at
-            plan = plans.attention(geometry, not (pointers & 15 or bits & geometry.stride_mask), bound)
+            keys = max_pages * geometry.page_size
+            if max_seqlen_k is not None and max_seqlen_k < keys:
+                keys = max_seqlen_k
+            aligned = not (pointers & 15 or bits & geometry.stride_mask)
+            plan = plans.attention(geometry, aligned, bound, seqs, tokens, keys or 1)
             stream = plans.current_stream(plans.index)
             pool = plans.workspaces
             if workspace is None:
@@ -113,26 +120,26 @@ class Eager:
                 kv_heads = near
             geometry = self._by_heads.get((layer, query_heads, kv_heads))
             if geometry is None:
-                raise self.geometries.no_heads(layer, query_heads, kv_heads)
+                raise self.geometries.no_heads("attention", layer, query_heads, "k_cache", kv_heads)
             bound = tokens
             if max_seqlen_q is not None:
                 if type(max_seqlen_q) is not int or max_seqlen_q < 0:
-                    _refusals.host_bound("max_seqlen_q", max_seqlen_q)
+                    _refusals.host_bound("attention", "max_seqlen_q", max_seqlen_q)
                 if max_seqlen_q < tokens:
                     bound = max_seqlen_q
             if max_seqlen_k is not None and (type(max_seqlen_k) is not int or max_seqlen_k < 0):
-                _refusals.host_bound("max_seqlen_k", max_seqlen_k)
+                _refusals.host_bound("attention", "max_seqlen_k", max_seqlen_k)
             if checks == "none":
                 read = _checks.read_attention(geometry, q, k_cache, v_cache, block_table, out)
                 if extras is not None or geometry.extras is not None:
-                    check_presence(geometry, extras)
+                    check_presence("attention", geometry, extras)
             else:
                 read = _checks.check_attention(
                     geometry, self.limits, q_shape, k_shape,
                     q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out,
                 )  # fmt: skip
                 if extras is not None or geometry.extras is not None:
-                    check_extras(geometry, extras, q, read[0])
+                    check_extras("attention", geometry, extras, q, read[0])
                 if checks == "full":
                     check_values(
                         geometry, self.limits, tokens, pages,
@@ -153,6 +160,92 @@ class Eager:
             raise
         return geometry, tokens, bound, *read
 
+    def run_varlen(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layer, out, return_lse, checks,
+        extras,
+    ):  # fmt: skip
+        """`attention_varlen`, every argument by place; `extras` as in `run_attention`."""
+        geometry, tokens, bound, seqs, bits, strides = self.bind_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layer, out, checks, extras
+        )
+        device = q.device
+        plans = self._devices.get(device) or self.open(device)
+        if return_lse is not False and return_lse is not True:  # a tensor's truth would synchronise
+            _refusals.bad(
+                "attention_varlen", "return_lse", f"is {type(return_lse).__name__}", "True or False"
+            )
+        if out is None:
+            out = q.new_empty((tokens, geometry.query_heads, geometry.v_dim))
+        lse = None
+        if return_lse:
+            lse = torch.empty((tokens, geometry.query_heads), dtype=torch.float32, device=device)
+        if bound and seqs:
+            try:
+                q_at, k_at, v_at, out_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+            except RuntimeError:
+                q_at = k_at = v_at = out_at = 0
+            if not (q_at and k_at and v_at and out_at):
+                tensors = {"q": q, "k": k, "v": v, "out": out}
+                _refusals.refuse_no_memory("attention_varlen", tensors)
+            pointers = q_at | k_at | v_at | out_at
+            kernel, grid = plans.varlen(geometry, not (pointers & 15 or bits & geometry.stride_mask))
+            if geometry.extras is not None:
+                strides += launch_arguments(geometry, extras, plans, q)
+            lse_or_any, store_lse = (q, 0) if lse is None else (lse, 1)
+            kernel(
+                grid, plans.current_stream(plans.index), q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse_or_any,
+                seqs, store_lse, *strides,
+            )  # fmt: skip
+        return out if lse is None else (out, lse)
+
+    def bind_varlen(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layer, out, checks, extras
+    ):
+        """Find the geometry and check, launching and writing nothing.
+
+        Returns (geometry, tokens, bound of query rows per sequence, then what `check_varlen` returns).
+        """
+        function = "attention_varlen"
+        try:
+            q_shape, k_shape = q.shape, k.shape
+            tokens, query_heads, _ = q_shape
+            key_tokens, kv_heads, _ = k_shape
+            geometry = self._by_heads.get((layer, query_heads, kv_heads))
+            if geometry is None:
+                raise self.geometries.no_heads(function, layer, query_heads, "k", kv_heads)
+            bound = tokens
+            if max_seqlen_q is not None:
+                if type(max_seqlen_q) is not int or max_seqlen_q < 0:
+                    _refusals.host_bound(function, "max_seqlen_q", max_seqlen_q)
+                if max_seqlen_q < tokens:
+                    bound = max_seqlen_q
+            if max_seqlen_k is not None and (type(max_seqlen_k) is not int or max_seqlen_k < 0):
+                _refusals.host_bound(function, "max_seqlen_k", max_seqlen_k)
+            if checks == "none":
+                read = read_varlen(geometry, q, k, v, cu_seqlens_q, out)
+                if extras is not None or geometry.extras is not None:
+                    check_presence(function, geometry, extras)
+            else:
+                read = check_varlen(
+                    geometry, self.limits, q_shape, k_shape, q, k, v, cu_seqlens_q, cu_seqlens_k, out
+                )
+                if extras is not None or geometry.extras is not None:
+                    check_extras(function, geometry, extras, q, read[0])
+                if checks == "full":
+                    check_varlen_values(
+                        self.limits, tokens, key_tokens,
+                        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, extras,
+                    )  # fmt: skip
+                elif checks != "shapes":
+                    _refusals.bad(function, "checks", f"is {checks!r}", f"one of {', '.join(_checks.CHECKS)}")
+        except ArgumentError:
+            raise
+        except _NOT_READABLE:
+            tensors = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            self._diagnose(function, tensors | ({} if out is None else {"out": out}), layer)
+            raise
+        return geometry, tokens, bound, *read
+
     def run_append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer, rotary=None) -> Tensor | None:
         """`append_kv`, every argument by place, features already refused; `rotary` a Rotary or None."""
         try:
@@ -165,11 +258,9 @@ class Eager:
             )
             if rotary is not None or geometry.rotary_dim is not None:
                 _rotary.check_presence(geometry, rotary)
+                more_bits, more_strides = _rotary.check_rotary(geometry, rotary, k, v, tokens)
                 if rotary.q_out is None:
-                    rotary = rotary._replace(
-                        q_out=torch.empty_like(rotary.q, memory_format=torch.contiguous_format)
-                    )
-                more_bits, more_strides = _rotary.check_rotary(geometry, rotary, k, tokens)
+                    rotary = rotary._replace(q_out=rotary.q.new_empty(rotary.q.shape))
                 bits |= more_bits
                 strides += _rotary.launch_arguments(rotary, more_strides)
         except ArgumentError:

@@ -1,5 +1,5 @@
-"""What one attention call would do, and the least time the hardware could need for it. Launches nothing,
-loads nothing.
+"""What one attention call, paged or varlen, would do, and the least time the hardware could need for it.
+Launches nothing, loads nothing.
 
 Only `read_lengths`, for checks="full", reads device values. The floor is the larger of bytes / bandwidth and
 operations / matrix rate, for each of the package's targets of the row's arch whose manifest entry holds
@@ -14,7 +14,7 @@ from torch import Tensor
 from . import sizes
 from .arguments import ROLES
 from .geometry import Geometry
-from .table import AttentionRow
+from .table import EVERY, AttentionRow, Bounds, VarlenRow
 from .visibility import spans
 
 Lengths = list[tuple[int, int, Tensor | None]]
@@ -38,7 +38,7 @@ class Explanation:
     else upper bounds at the bounds of shapes and host integers; `floor_us` gives microseconds by target id.
     """
 
-    row: AttentionRow | None
+    row: AttentionRow | VarlenRow | None
     why: tuple[str, ...]
     device: str
     mode: str
@@ -55,8 +55,8 @@ class Explanation:
         if self.row is None:
             lines += ["row         none: nothing to launch"]
         else:
-            row = self.row
-            lines += [f"row         attention[{row.index}]: {row.reason}"]
+            table = "attention_varlen" if isinstance(self.row, VarlenRow) else "attention"
+            lines += [f"row         {table}[{self.row.index}]: {self.row.reason}"]
         lines += [f"why         {reason}" for reason in self.why]
         for launch in self.launches:
             lines += [
@@ -90,11 +90,12 @@ def explain(
     manifest, table = package.manifest, package.table
     arch, multiprocessors, device, mode = _device(manifest, table, plans, problem)
     serving = str if plans is None else plans.device.serving
-    keys = min(package.limits.max_seq_len, max_pages * geometry.page_size)
+    keys_bound = max_pages * geometry.page_size
     if max_seqlen_k is not None:
-        keys = min(keys, max_seqlen_k)
+        keys_bound = min(keys_bound, max_seqlen_k)
+    keys = min(package.limits.max_seq_len, keys_bound)
     reach = None if ranged else geometry.reach
-    used, operations = _work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
+    used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
     if reach is not None:  # of one sequence, for all its rows
         keys = min(keys, reach - 1 + rows_bound)
     row, why, launches = None, [], []
@@ -106,9 +107,9 @@ def explain(
             geometry.query_heads,
             geometry.kv_heads,
             not broken,
-            min(rows_bound, package.limits.max_tokens),
+            bounds := Bounds(min(rows_bound, package.limits.max_tokens), seqs, tokens, max(keys_bound, 1)),
         )
-        why = _why(geometry, row, rows_bound, tokens, broken)
+        why = _why(geometry, row, bounds, broken)
         for symbol in map(serving, row.symbols):
             variant = manifest["variants"][symbol]
             grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
@@ -132,6 +133,45 @@ def explain(
     )
 
 
+def explain_varlen(
+    package, plans, problem, bound, data, return_lse, max_seqlen_k, lengths, ranged=False
+) -> Explanation:
+    """The explanation of one checked call of attention_varlen; `bound` is what `Eager.bind_varlen` returns,
+    the rest as in `explain`.
+    """
+    geometry, tokens, rows_bound, seqs, *_ = bound
+    manifest, table = package.manifest, package.table
+    arch, multiprocessors, device, mode = _device(manifest, table, plans, problem)
+    key_tokens = data["k"].shape[0]
+    keys = min(package.limits.max_seq_len, key_tokens)
+    if max_seqlen_k is not None:
+        keys = min(keys, max_seqlen_k)
+    reach = None if ranged else geometry.reach
+    used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse, key_tokens)
+    row, why, launches = None, [], []
+    if rows_bound and seqs:
+        broken = _broken_promises(geometry, data)
+        row = table.varlen(arch, geometry.layer, geometry.query_heads, geometry.kv_heads, not broken)
+        why = [_why_layer(geometry, row), _why_aligned(geometry, broken)]
+        variant = manifest["variants"][row.symbol]
+        grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
+        split = _split(geometry, variant, grid, tokens, seqs, keys)
+        launches.append(Launch(variant["family"], row.symbol, grid, split))
+    return Explanation(
+        row=row,
+        why=tuple(why),
+        device=device,
+        mode=mode,
+        launches=tuple(launches),
+        workspace_bytes=0,
+        bytes=used,
+        operations=operations,
+        exact=lengths is not None,
+        floor_us=_floors(geometry, manifest, arch, used, operations),
+        notes=(problem,) if problem else (),
+    )
+
+
 def _device(manifest, table, plans, problem) -> tuple[str, int, str, str]:
     if plans is not None:
         device = plans.device
@@ -144,22 +184,29 @@ def _device(manifest, table, plans, problem) -> tuple[str, int, str, str]:
     return target["arch"], target["multiprocessors"], text, "cannot run"
 
 
-def _why(geometry: Geometry, row: AttentionRow, bound: int, tokens: int, broken: list[str]) -> list[str]:
-    degree = f"tensor_parallel {geometry.degree}"
-    features = f": {geometry.features}" if geometry.features else ""
+def _why(geometry: Geometry, row: AttentionRow, bounds: Bounds, broken: list[str]) -> list[str]:
     why = [
-        f"layer {row.layer!r}, {row.query_heads}/{row.kv_heads} heads ({degree}){features}",
-        f"at most {bound} query rows per sequence (tokens {tokens}): "
+        _why_layer(geometry, row),
+        f"at most {bounds.query_len} query rows per sequence (tokens {bounds.tokens}): "
         f"row takes {row.min_query_len}..{row.max_query_len}",
     ]
-    stride = (geometry.stride_mask + 1) * geometry.dtype.itemsize
+    for name, (low, high) in row.narrowed:
+        top = high if high < EVERY[1] else ""
+        why.append(f"{name} at most {getattr(bounds, name)}: row takes {low}..{top}")
+    return [*why, _why_aligned(geometry, broken)]
+
+
+def _why_layer(geometry: Geometry, row: AttentionRow | VarlenRow) -> str:
+    degree = f"tensor_parallel {geometry.degree}"
+    features = f": {geometry.features}" if geometry.features else ""
+    return f"layer {row.layer!r}, {row.query_heads}/{row.kv_heads} heads ({degree}){features}"
+
+
+def _why_aligned(geometry: Geometry, broken: list[str]) -> str:
     if broken:
-        why.append("unaligned: " + "; ".join(broken))
-    else:
-        why.append(
-            f"aligned: pointers are multiples of {sizes.POINTER_ALIGNMENT} bytes, strides of {stride} bytes"
-        )
-    return why
+        return "unaligned: " + "; ".join(broken)
+    stride = (geometry.stride_mask + 1) * geometry.dtype.itemsize
+    return f"aligned: pointers are multiples of {sizes.POINTER_ALIGNMENT} bytes, strides of {stride} bytes"
 
 
 def _broken_promises(geometry: Geometry, data: dict[str, Tensor]) -> list[str]:
@@ -190,7 +237,7 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
             f"{-(-keys // tile)} {parts} of {tile} keys), about {-(-items // grid)} each; "
             "parts of one sequence and head are merged by the last"
         )
-    if role == "prefill" and per_block:
+    if (role == "prefill" or variant["family"] == "varlen") and per_block:
         group = geometry.query_heads // geometry.kv_heads
         blocks = geometry.kv_heads * (-(-tokens * group // per_block) + seqs)
         packed = f"a kv head's {group} query heads packed"
@@ -198,14 +245,17 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
     return "programs share the rows"
 
 
-def _work(
-    geometry: Geometry, tokens, seqs, keys, reach: int | None, lengths: Lengths | None, return_lse: bool
-) -> tuple[int, int]:
+def work(
+    geometry: Geometry, tokens, seqs, keys, reach: int | None, lengths: Lengths | None, return_lse: bool,
+    key_tokens: int | None = None,
+) -> tuple[int, int]:  # fmt: skip
     """(bytes, operations): the real ones for given lengths, else with `keys` in each sequence, of which a row
-    sees at most `reach`.
+    sees at most `reach`. `key_tokens`: of all sequences, where keys are contiguous and no pages are read.
     """
     if lengths is None:
         rows, read, pairs = tokens, seqs * keys, tokens * keys
+        if key_tokens is not None:
+            read = min(read, key_tokens)
         pages = seqs * -(-keys // geometry.page_size)
         if reach is not None:
             read, pairs = min(read, seqs * (reach - 1) + tokens), min(pairs, tokens * reach)
@@ -224,7 +274,7 @@ def _work(
                 pages += -(-high // geometry.page_size) - low // geometry.page_size
     dims = geometry.qk_dim + geometry.v_dim
     moved = (rows * geometry.query_heads + read * geometry.kv_heads) * dims * geometry.dtype.itemsize
-    moved += 4 * (2 * seqs + 1 + pages)
+    moved += 4 * (2 * seqs + 1 + pages) if key_tokens is None else 8 * (seqs + 1)
     if return_lse:
         moved += 4 * rows * geometry.query_heads
     return moved, 2 * pairs * geometry.query_heads * dims
@@ -235,6 +285,14 @@ def _floors(geometry: Geometry, manifest: dict, arch: str, moved: int, operation
     for target in manifest["targets"]:
         bandwidth, rate = target.get("memory_bandwidth_GBps"), target.get("matrix_rate_TFLOPs")
         if target["arch"] == arch and bandwidth and rate:
-            by_rate = 0.0 if geometry.dtype is torch.float32 else operations / (rate * 1e6)
-            floors[target["id"]] = max(moved / (bandwidth * 1e3), by_rate)
+            floors[target["id"]] = floor_us(geometry, moved, operations, bandwidth, rate)
     return floors
+
+
+def floor_us(geometry: Geometry, moved: int, operations: int, bandwidth: float, rate: float) -> float:
+    """Microseconds that no kernel can be under, at `bandwidth` in GB/s and a matrix `rate` in TFLOP/s.
+
+    float32 uses no matrix unit: there the bytes alone bound it.
+    """
+    by_rate = 0.0 if geometry.dtype is torch.float32 else operations / (rate * 1e6)
+    return max(moved / (bandwidth * 1e3), by_rate)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import UnsupportedError
 from .geometry import Geometry
-from .refusals import bad, diagnose, refuse_grad
+from .refusals import bad, check_tensor, diagnose
 
 ABSENT = (None, None, None)  # sinks, alibi_slopes, prefix_ranges
 NAMES = ("sinks", "alibi_slopes", "prefix_ranges")
@@ -18,61 +18,45 @@ NAMES = ("sinks", "alibi_slopes", "prefix_ranges")
 _SINK_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def check_extras(geometry: Geometry, extras: tuple | None, q: Tensor, seqs: int) -> None:
-    """Check the feature tensors of an attention call whose batch is already checked.
+def check_extras(function: str, geometry: Geometry, extras: tuple | None, q: Tensor, seqs: int) -> None:
+    """Check the feature tensors of an `attention` or `attention_varlen` call whose batch is already checked.
 
     Raises UnsupportedError for one that the layer has not, ArgumentError for one that is missing or unfit.
     """
-    check_presence(geometry, extras)
+    check_presence(function, geometry, extras)
     sinks, slopes, ranges = extras or ABSENT
-    heads = (geometry.query_heads,)
+    heads, beside = (geometry.query_heads,), ("q", q)
     if sinks is not None:
-        _check("sinks", sinks, _SINK_DTYPES, heads, q)
+        check_tensor(function, "sinks", sinks, _SINK_DTYPES, heads, beside)
     if slopes is not None:
-        _check("alibi_slopes", slopes, (torch.float32,), heads, q)
+        check_tensor(function, "alibi_slopes", slopes, (torch.float32,), heads, beside)
     if ranges is not None:
-        diagnose("attention", {"prefix_ranges": ranges})
-        _check("prefix_ranges", ranges, (torch.int32,), (seqs, ranges.shape[1], 2), q)
+        diagnose(function, {"prefix_ranges": ranges})
+        shape = (seqs, ranges.shape[1], 2)
+        check_tensor(function, "prefix_ranges", ranges, (torch.int32,), shape, beside)
 
 
-def check_presence(geometry: Geometry, extras: tuple | None) -> None:
+def check_presence(function: str, geometry: Geometry, extras: tuple | None) -> None:
     """Raise for a tensor that the layer has no use for, and for one that it cannot do without."""
     features = geometry.extras
     given = extras or ABSENT
     for name, has, tensor in zip(NAMES, features or (False,) * 3, given):
         if tensor is not None and not has:
             raise UnsupportedError(
-                f"attention: {name} is given; needed: None, layer {geometry.layer!r} has no such feature"
+                f"{function}: {name} is given; needed: None, layer {geometry.layer!r} has no such feature"
             )
     if features is None:
         return
     if features.sinks and given[0] is None:
         need = f"bfloat16 or float32 [{geometry.query_heads}], layer {geometry.layer!r} has sinks"
-        bad("attention", "sinks", "is None", need)
+        bad(function, "sinks", "is None", need)
     if features.alibi and given[1] is None and geometry.degree > 1:
         model = geometry.query_heads * geometry.degree
         need = (
             f"this rank's slopes, float32 [{geometry.query_heads}]: q has {geometry.query_heads} of the "
             f"model's {model} query heads, and which ones is not known here"
         )
-        bad("attention", "alibi_slopes", "is None", need)
-
-
-def _check(name: str, tensor: object, dtypes: tuple, shape: tuple[int, ...], q: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-        diagnose("attention", {name: tensor})
-    if tensor.dtype not in dtypes:
-        need = " or ".join(str(dtype) for dtype in dtypes)
-        bad("attention", name, f"has dtype {tensor.dtype}", need)
-    if tensor.shape != shape:
-        bad("attention", name, f"has shape {list(tensor.shape)}", list(shape))
-    if not tensor.is_contiguous():
-        came = f"has strides {tensor.stride()}"
-        bad("attention", name, came, "a contiguous tensor; call .contiguous()")
-    if tensor.device != q.device:
-        bad("attention", name, f"is on {tensor.device}", f"q's device {q.device}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        refuse_grad("attention", {name: tensor})
+        bad(function, "alibi_slopes", "is None", need)
 
 
 def launch_arguments(geometry: Geometry, extras: tuple | None, plans, unused: Tensor) -> tuple:

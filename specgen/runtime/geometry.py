@@ -71,7 +71,7 @@ class Geometries:
     def __init__(self, manifest: dict, table: Table):
         self.layers = tuple(layer["name"] for layer in manifest["layers"])
         self.all = tuple(
-            _geometry(layer, query_heads, kv_heads)
+            geometry_of(layer, query_heads, kv_heads)
             for layer in manifest["layers"]
             for query_heads, kv_heads in table.heads(layer["name"])
         )
@@ -86,15 +86,19 @@ class Geometries:
                 self.by_kv_heads.setdefault((name, geometry.kv_heads), geometry)
             self.by_out.setdefault((geometry.query_heads, geometry.v_dim), geometry)
 
-    def no_heads(self, layer: object, query_heads: int, kv_heads: int) -> ArgumentError:
-        """Why `attention` has no geometry for these: the layer, or the head counts."""
-        wrong = self._no_layer("attention", layer)
+    def no_heads(
+        self, function: str, layer: object, query_heads: int, keys: str, kv_heads: int
+    ) -> ArgumentError:
+        """Why `attention` or `attention_varlen` has no geometry for these: the layer, or the head counts of q
+        and of the argument `keys`.
+        """
+        wrong = self._no_layer(function, layer)
         if wrong:
             return wrong
         have = [g for g in self.all if layer in (g.layer, None)]
         legal = ", ".join(f"{g.query_heads}/{g.kv_heads} (tensor_parallel {g.degree})" for g in have)
         return UnsupportedError(
-            f"attention: q has {query_heads} heads and k_cache {kv_heads} kv heads; "
+            f"{function}: q has {query_heads} heads and {keys} {kv_heads} kv heads; "
             f"needed for layer {have[0].layer!r}: one of query/kv heads {legal}"
         )
 
@@ -136,7 +140,8 @@ def features(layer: dict) -> str:
     return ", ".join(words + ["HND"] * (layer.get("layout") == "HND"))
 
 
-def _geometry(layer: dict, query_heads: int, kv_heads: int) -> Geometry:
+def geometry_of(layer: dict, query_heads: int, kv_heads: int) -> Geometry:
+    """The geometry of a manifest's layer at a rank's head counts."""
     dtype = getattr(torch, layer["dtype"])
     promised = sizes.alignment(layer["qk_dim"], layer["v_dim"], dtype.itemsize)
     extras = Extras(*(bool(layer.get(name)) for name in Extras._fields))

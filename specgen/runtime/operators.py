@@ -6,6 +6,8 @@ Registration is one small library per package, made at import, and survives a re
 operators stay and serve the new one.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,29 @@ from .errors import ArgumentError
 from .refusals import bad
 from .rotary import Rotary
 
-_PAGED = "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor cu_seqlens_q"
 _OPTIONS = (
     "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, str? layer=None, str checks='shapes', "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? prefix_ranges=None"
 )
-_SCHEMAS = {
-    "attention": f"({_PAGED}, {_OPTIONS}) -> Tensor",
-    "attention_lse": f"({_PAGED}, {_OPTIONS}) -> (Tensor, Tensor)",
-    "attention_out": f"({_PAGED}, Tensor(a!) out, {_OPTIONS}) -> ()",
-    "attention_out_lse": f"({_PAGED}, Tensor(a!) out, {_OPTIONS}) -> Tensor",
+# The tensors of a batch that an attention function takes, in its order.
+_BATCHES = {
+    "attention": ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q"),
+    "attention_varlen": ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"),
+}
+# The operators of an attention function: (suffix of the name, takes out, gives lse, result).
+_FORMS = (
+    ("", False, False, "Tensor"),
+    ("_lse", False, True, "(Tensor, Tensor)"),
+    ("_out", True, False, "()"),
+    ("_out_lse", True, True, "Tensor"),
+)
+_ATTENTION_SCHEMAS = {
+    f"{function}{suffix}": f"({', '.join(f'Tensor {name}' for name in names)}, "
+    f"{'Tensor(a!) out, ' if takes_out else ''}{_OPTIONS}) -> {result}"
+    for function, names in _BATCHES.items()
+    for suffix, takes_out, _, result in _FORMS
+}
+_SCHEMAS = _ATTENTION_SCHEMAS | {
     "append_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "str? layer=None) -> ()",
     "append_kv_rotary": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
@@ -44,27 +59,25 @@ class Operators:
             served = _Served(package, namespace)
             setattr(space, _SERVED, served)
         served.package = package
-        self._attention = space.attention.default
-        self._attention_lse = space.attention_lse.default
-        self._attention_out = space.attention_out.default
-        self._attention_out_lse = space.attention_out_lse.default
+        self._forms = {
+            (function, takes_out, gives_lse): getattr(space, function + suffix).default
+            for function in _BATCHES
+            for suffix, takes_out, gives_lse, _ in _FORMS
+        }
         self._append_kv = space.append_kv.default
         self._append_kv_rotary = space.append_kv_rotary.default
         self._merge_states = space.merge_states.default
 
-    def attention(
-        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-        checks, out, return_lse, extras,
-    ):  # fmt: skip
-        """`attention` as one operator; the result is that of the public function."""
-        paged = (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q)
+    def attention(self, function, batch, max_seqlen_q, max_seqlen_k, layer, checks, out, return_lse, extras):
+        """`attention` or `attention_varlen` as one operator, with the tensors of the batch in its order; the
+        result is that of the public function.
+        """
         options = (max_seqlen_q, max_seqlen_k, layer, checks, *(extras or ()))
+        run = self._forms[function, out is not None, bool(return_lse)]
         if out is None:
-            return (self._attention_lse if return_lse else self._attention)(*paged, *options)
-        if return_lse:
-            return out, self._attention_out_lse(*paged, out, *options)
-        self._attention_out(*paged, out, *options)
-        return out
+            return run(*batch, *options)
+        lse = run(*batch, out, *options)
+        return (out, lse) if return_lse else out
 
     def append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer, rotary) -> Tensor | None:
         """`append_kv` as one operator that mutates the caches; the rotated queries are its result."""
@@ -93,25 +106,32 @@ class _Served:
             torch.Tag.pt2_compliant_tag,
             getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
         )
+        runs = {
+            "append_kv": (self.append_kv, _fake_append_kv),
+            "append_kv_rotary": (self.append_kv_rotary, _fake_append_kv_rotary),
+            "merge_states": (self.merge_states, _fake_merge_states),
+        }
+        for function in _BATCHES:
+            for suffix, *form, _ in _FORMS:
+                run = partial(self.attention, function, *form)
+                runs[function + suffix] = run, partial(_fake_attention, function, *form)
         for name, schema in _SCHEMAS.items():
+            run, fake = runs[name]
             self.library.define(name + schema, tags=tags)
             for backend in _BACKENDS:
-                self.library.impl(name, getattr(self, name), backend)
-            torch.library.register_fake(f"{namespace}::{name}", globals()[f"_fake_{name}"], lib=self.library)
+                self.library.impl(name, run, backend)
+            torch.library.register_fake(f"{namespace}::{name}", fake, lib=self.library)
 
     # The dispatcher passes arguments by place, in schema order, and may leave out trailing defaults.
 
-    def attention(self, *arguments):
-        return self._run(arguments[:6], None, False, *arguments[6:])
-
-    def attention_lse(self, *arguments):
-        return self._run(arguments[:6], None, True, *arguments[6:])
-
-    def attention_out(self, *arguments):
-        self._run(arguments[:6], arguments[6], False, *arguments[7:])
-
-    def attention_out_lse(self, *arguments):
-        return self._run(arguments[:6], arguments[6], True, *arguments[7:])[1]
+    def attention(self, function, takes_out, gives_lse, *arguments):
+        count = len(_BATCHES[function])
+        batch, rest = arguments[:count], arguments[count:]
+        out, options = (rest[0], rest[1:]) if takes_out else (None, rest)
+        result = self._run(function, batch, out, gives_lse, *options)
+        if takes_out:
+            return result[1] if gives_lse else None
+        return result
 
     def append_kv(self, k, v, k_cache, v_cache, slot_mapping, layer=None):
         self.package.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer)
@@ -124,32 +144,25 @@ class _Served:
         return self.package.run_merge_states(out_a, lse_a, out_b, lse_b)
 
     def _run(
-        self, paged, out, return_lse, max_seqlen_q=None, max_seqlen_k=None, layer=None, checks="shapes",
-        sinks=None, alibi_slopes=None, prefix_ranges=None,
+        self, function, batch, out, return_lse, max_seqlen_q=None, max_seqlen_k=None, layer=None,
+        checks="shapes", sinks=None, alibi_slopes=None, prefix_ranges=None,
     ):  # fmt: skip
         absent = sinks is None and alibi_slopes is None and prefix_ranges is None
         extras = None if absent else (sinks, alibi_slopes, prefix_ranges)
-        return self.package.run_attention(
-            *paged, max_seqlen_q, max_seqlen_k, layer, out, return_lse, None, checks, extras,
-        )  # fmt: skip
+        given = (*batch, max_seqlen_q, max_seqlen_k, layer, out, return_lse)
+        if function == "attention":
+            return self.package.run_attention(*given, None, checks, extras)
+        return self.package.run_varlen(*given, checks, extras)
 
 
-def _fake_attention(q, k_cache, v_cache, *_, **__):
-    _ranks(q, v_cache)
-    return q.new_empty((q.shape[0], q.shape[1], v_cache.shape[3]))
-
-
-def _fake_attention_lse(q, k_cache, v_cache, *_, **__):
-    return _fake_attention(q, k_cache, v_cache), _fake_lse(q)
-
-
-def _fake_attention_out(q, k_cache, v_cache, *_, **__):
-    _ranks(q, v_cache)
-
-
-def _fake_attention_out_lse(q, k_cache, v_cache, *_, **__):
-    _ranks(q, v_cache)
-    return _fake_lse(q)
+def _fake_attention(function, takes_out, gives_lse, *arguments, **named):
+    names = _BATCHES[function]
+    given = dict(zip(names, arguments)) | named
+    q, v = given["q"], given[names[2]]
+    _ranks(function, q, v)
+    out = None if takes_out else q.new_empty((q.shape[0], q.shape[1], v.shape[-1]))
+    lse = q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32) if gives_lse else None
+    return lse if out is None else out if lse is None else (out, lse)
 
 
 def _fake_append_kv(k, v, k_cache, v_cache, slot_mapping, layer=None):
@@ -164,15 +177,15 @@ def _fake_merge_states(out_a, lse_a, out_b, lse_b):
     return torch.empty_like(out_a), torch.empty_like(lse_a)
 
 
-def _fake_lse(q):
-    return q.new_empty((q.shape[0], q.shape[1]), dtype=torch.float32)
-
-
-def _ranks(q, v_cache) -> None:
+def _ranks(function, q, v) -> None:
     if q.ndim != 3:
-        raise ArgumentError(f"attention: q has shape {list(q.shape)}; needed: [tokens, query_heads, qk_dim]")
-    if v_cache.ndim != 4:
+        raise ArgumentError(f"{function}: q has shape {list(q.shape)}; needed: [tokens, query_heads, qk_dim]")
+    if function == "attention" and v.ndim != 4:
         raise ArgumentError(
-            f"attention: v_cache has shape {list(v_cache.shape)}; needed: [pages, page_size, kv_heads, v_dim] "
+            f"attention: v_cache has shape {list(v.shape)}; needed: [pages, page_size, kv_heads, v_dim] "
             "(layout HND: [pages, kv_heads, page_size, v_dim])"
+        )
+    if function == "attention_varlen" and v.ndim != 3:
+        raise ArgumentError(
+            f"attention_varlen: v has shape {list(v.shape)}; needed: [key_tokens, kv_heads, v_dim]"
         )

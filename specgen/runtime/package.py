@@ -6,6 +6,7 @@ Importing it needs no GPU and opens no device.
 """
 
 import importlib
+from dataclasses import replace
 from os import environ
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from .errors import CaptureError, NoBinaryError
 from .operators import Operators
 from .plans import DevicePlans
 from .rotary import Rotary
+from .table import EVERY, AttentionRow, Table
 from .workspace import Workspace, is_capturing, narrowed
 
 _is_compiling = torch.compiler.is_compiling
@@ -38,16 +40,35 @@ class Package(Eager):
     """One generated package: its manifest, its dispatch table and, per device, what is loaded.
 
     `name` is the import name, `directory` the package's folder with manifest.json; the rows are those of
-    dispatch.py. `open_device(directory, manifest, torch_device)` gives a device's launcher; tests replace it.
+    dispatch.py, and `selectors` its functions (table.Table). `open_device(directory, manifest, torch_device)`
+    gives a device's launcher; tests replace it.
     """
 
-    def __init__(self, name, directory, attention_rows, append_rows, merge_rows, *, open_device=_open_device):
-        super().__init__(name, directory, attention_rows, append_rows, merge_rows, open_device)
+    def __init__(
+        self, name, directory, attention_rows, append_rows, merge_rows, varlen_rows, *, selectors=None,
+        open_device=_open_device,
+    ):  # fmt: skip
+        super().__init__(
+            name, directory, attention_rows, append_rows, merge_rows, varlen_rows, open_device, selectors
+        )
         self._operators = Operators(self)
 
     def __reduce__(self):
         """Copies and pickles, of its functions too, are the package of the process that reads them."""
         return _package_of, (self.name,)
+
+    def pinned(self, row: AttentionRow) -> "Package":
+        """This package with `row` for every call of its geometry and guard that the row's kernels can serve,
+        whatever the table would choose: what tests and measurements call. Opened devices are shared.
+        """
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        takes = self.limits.max_tokens if row.prefill else self.manifest["variants"][row.decode]["max_query_len"]
+        whole = dict(index=0, min_query_len=1, max_query_len=takes, seqs=EVERY, tokens=EVERY, keys=EVERY)
+        other.table = Table([replace(row, **whole)], self.table.append_rows, self.table.merge_rows, self.table.varlen_rows)
+        other._devices = {}
+        other._open_device = lambda directory, manifest, torch_device: self.open(torch_device).device
+        return other
 
     def attention(
         self, q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None,
@@ -83,10 +104,47 @@ class Package(Eager):
         extras = None
         if sinks is not None or alibi_slopes is not None or prefix_ranges is not None:
             extras = sinks, alibi_slopes, prefix_ranges
-        traced = _is_compiling() or _active_modes() or type(q) not in _PLAIN
-        return (self._traced_attention if traced else self.run_attention)(
+        if _is_compiling() or _active_modes() or type(q) not in _PLAIN:
+            if workspace is not None:
+                need = "None: it uses its stream's own"
+                _refusals.bad("attention", "workspace", "is given to a traced call", need)
+            batch = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table}
+            batch |= {"seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+            return self._traced_attention(
+                "attention", batch, max_seqlen_q, max_seqlen_k, layer, out, return_lse, checks, extras
+            )
+        return self.run_attention(
             q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
             out, return_lse, workspace, checks, extras,
+        )  # fmt: skip
+
+    def attention_varlen(
+        self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, layer=None,
+        out=None, return_lse=False, sinks=None, alibi_slopes=None, prefix_ranges=None, checks="shapes",
+    ):  # fmt: skip
+        """Attention of queries over contiguous keys and values, without a cache: encoders, vision, a first
+        prefill.
+
+        q `[tokens, query_heads, qk_dim]`, k `[key_tokens, kv_heads, qk_dim]`, v `[key_tokens, kv_heads,
+        v_dim]`: the spec's dtype, any strides with a unit last stride, such as slices of a fused QKV.
+        cu_seqlens_q, cu_seqlens_k int32 `[seqs + 1]`: rows cu_seqlens_k[s] to cu_seqlens_k[s + 1] of k and v
+        are the keys of sequence s, likewise its queries. Row i of m queries over n keys sits at position
+        n - m + i. `layer`, `out`, `return_lse`, `checks`, the bounds `max_seqlen_q` and `max_seqlen_k` and
+        the tensors of features are those of `attention`; no workspace is needed. Unless `checks` is "full",
+        device values are the caller's duty: cu_seqlens_q and cu_seqlens_k, rising from 0 to at most tokens
+        and key_tokens, are used as addresses. Raises what `attention` raises.
+        """
+        extras = None
+        if sinks is not None or alibi_slopes is not None or prefix_ranges is not None:
+            extras = sinks, alibi_slopes, prefix_ranges
+        if _is_compiling() or _active_modes() or type(q) not in _PLAIN:
+            batch = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            return self._traced_attention(
+                "attention_varlen", batch, max_seqlen_q, max_seqlen_k, layer, out, return_lse, checks, extras
+            )
+        return self.run_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layer, out, return_lse, checks,
+            extras,
         )  # fmt: skip
 
     def append_kv(
@@ -102,8 +160,8 @@ class Package(Eager):
 
         A layer with rotary embedding rotates the keys on their way, and the queries in the same launch: q
         `[tokens, query_heads, qk_dim]`, positions int64 `[tokens]`, cos and sin float32 `[positions, rotary
-        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may not overlap q. A position
-        outside the tables is clamped to them.
+        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may overlap none of q, k and v.
+        A position outside the tables is clamped to them.
         """
         rotary = None
         if not (q is positions is cos is sin is q_out is None):
@@ -173,11 +231,7 @@ class Package(Eager):
             q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
             out, checks, extras,
         )  # fmt: skip
-        plans, problem = None, None
-        try:
-            plans = self.open(q.device)
-        except NoBinaryError as error:
-            problem = str(error)
+        plans, problem = self._plans_or_problem(q.device)
         if workspace is not None:
             self.check_workspace(workspace, q.device, call[1], call[3])
         data = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | ({} if out is None else {"out": out})
@@ -187,6 +241,25 @@ class Package(Eager):
         ranged = prefix_ranges is not None
         return _explain.explain(self, plans, problem, call, data, return_lse, max_seqlen_k, lengths, ranged)
 
+    def explain_varlen(
+        self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, layer=None,
+        out=None, return_lse=False, sinks=None, alibi_slopes=None, prefix_ranges=None, checks="shapes",
+    ) -> _explain.Explanation:  # fmt: skip
+        """What `attention_varlen` would do with the same arguments; otherwise as `explain`."""
+        extras = sinks, alibi_slopes, prefix_ranges
+        call = self.bind_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, layer, out, checks, extras
+        )
+        plans, problem = self._plans_or_problem(q.device)
+        data = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
+        lengths = None
+        if checks == "full":
+            lengths = _explain.read_lengths(cu_seqlens_q, cu_seqlens_k.diff(), prefix_ranges)
+        ranged = prefix_ranges is not None
+        return _explain.explain_varlen(
+            self, plans, problem, call, data, return_lse, max_seqlen_k, lengths, ranged
+        )
+
     def describe(self) -> str:
         """The package as text: layer groups, limits, targets, variants with sizes and registers, versions.
         Needs no GPU.
@@ -194,25 +267,34 @@ class Package(Eager):
         return _describe.describe(self.manifest, self.table)
 
     def _traced_attention(
-        self, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-        out, return_lse, workspace, checks, extras,
-    ):  # fmt: skip
+        self, function, batch, max_seqlen_q, max_seqlen_k, layer, out, return_lse, checks, extras
+    ):
         """The call as custom operators: under torch.compile, export, fake tensors, tensor subclasses and
         dispatch modes.
         """
-        _tensor("attention", "q", q)
-        if workspace is not None:
-            _refusals.bad(
-                "attention", "workspace", "is given to a traced call", "None: it uses its stream's own"
-            )
-        if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad or v_cache.requires_grad):
-            _refusals.bad(
-                "attention", "q, k_cache or v_cache", "requires grad", "torch.no_grad() or .detach()"
-            )
+        (q_name, q), (k_name, k), (v_name, v), *_ = batch.items()
+        _tensor(function, q_name, q)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            names = f"{q_name}, {k_name} or {v_name}"
+            _refusals.bad(function, names, "requires grad", "torch.no_grad() or .detach()")
         return self._operators.attention(
-            q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-            checks, out, return_lse, extras,
-        )  # fmt: skip
+            function,
+            tuple(batch.values()),
+            max_seqlen_q,
+            max_seqlen_k,
+            layer,
+            checks,
+            out,
+            return_lse,
+            extras,
+        )
+
+    def _plans_or_problem(self, device: torch.device) -> tuple[DevicePlans | None, str | None]:
+        """The plans of a device, or why nothing of the package runs there."""
+        try:
+            return self.open(device), None
+        except NoBinaryError as error:
+            return None, str(error)
 
     def _plans(self, device: object, function: str) -> DevicePlans:
         if device is None:

@@ -4,13 +4,15 @@ workspaces.
 Loads kernels through device.py at first use, or all of them in `warm`; launches nothing itself.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from . import sizes
 from .errors import CaptureError
 from .extras import model_slopes
 from .geometry import Geometry
-from .table import AttentionRow, NoRowError, Table
+from .table import AttentionRow, Table
 from .workspace import WorkspacePool, is_capturing
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -21,11 +23,10 @@ class AttentionPlan:
     loaded.
     """
 
-    __slots__ = ("row", "max_query_len", "ready", "prefill", "prefill_grid", "decode", "decode_grid")
+    __slots__ = ("row", "ready", "prefill", "prefill_grid", "decode", "decode_grid")
 
     def __init__(self, row: AttentionRow):
         self.row = row
-        self.max_query_len = row.max_query_len
         self.ready = False
         self.prefill = self.decode = None
         self.prefill_grid = self.decode_grid = 0
@@ -51,28 +52,28 @@ class DevicePlans:
             device.multiprocessors, [variants[device.serving(symbol)] for row in rows for symbol in row.symbols]
         )
         self.workspaces = WorkspacePool(torch_device, lambda: make_workspace(self))
-        self._attention: dict[tuple[Geometry, bool], tuple[AttentionPlan, ...]] = {}
+        self._attention: dict[tuple[Geometry, bool], tuple[Callable, dict[int, AttentionPlan]]] = {}
         self._append: dict[tuple[Geometry, bool], tuple] = {}
         self._merge: dict[Geometry, tuple] = {}
+        self._varlen: dict[tuple[Geometry, bool], tuple] = {}
         self._slopes: dict[int, torch.Tensor] = {}
 
-    def attention(self, geometry: Geometry, aligned: bool, max_query_len: int) -> AttentionPlan:
-        """The plan of the row for a bound of 1 or more query rows, kernels loaded. Raises what Device.kernel
-        raises.
+    def attention(
+        self, geometry: Geometry, aligned: bool, query_len: int, seqs: int, tokens: int, keys: int
+    ) -> AttentionPlan:
+        """The plan of the row for a call of these bounds (table.Bounds), each at least 1, kernels loaded. Raises
+        what Device.kernel raises, and NoRowError beyond the limits.
         """
-        plans = self._attention.get((geometry, aligned))
-        if plans is None:
+        found = self._attention.get((geometry, aligned))
+        if found is None:
             key = self.device.arch, geometry.layer, geometry.query_heads, geometry.kv_heads, aligned
-            plans = tuple(AttentionPlan(row) for row in self._table.attention_group(*key))
-            self._attention[geometry, aligned] = plans
-        for plan in plans:
-            if max_query_len <= plan.max_query_len:
-                if not plan.ready:
-                    self._load(plan)
-                return plan
-        raise NoRowError(
-            f"no attention row for max_query_len {max_query_len}: rows cover 1..{plans[-1].max_query_len}"
-        )
+            plans = {row.index: AttentionPlan(row) for row in self._table.attention_group(*key)}
+            found = self._attention[geometry, aligned] = self._table.selector(*key), plans
+        select, plans = found
+        plan = plans[select(query_len, seqs, tokens, keys)]
+        if not plan.ready:
+            self._load(plan)
+        return plan
 
     def append(self, geometry: Geometry, aligned: bool) -> tuple:
         """(kernel, grid) of append_kv."""
@@ -91,6 +92,15 @@ class DevicePlans:
             found = self._merge[geometry] = self.device.kernel(row.symbol), self.grid(row.symbol), aligned
         return found
 
+    def varlen(self, geometry: Geometry, aligned: bool) -> tuple:
+        """(kernel, grid) of attention_varlen."""
+        found = self._varlen.get((geometry, aligned))
+        if found is None:
+            heads = geometry.query_heads, geometry.kv_heads
+            row = self._table.varlen(self.device.arch, geometry.layer, *heads, aligned)
+            found = self._varlen[geometry, aligned] = self.device.kernel(row.symbol), self.grid(row.symbol)
+        return found
+
     def alibi_slopes(self, heads: int) -> torch.Tensor:
         """The model's own ALiBi slopes on this device, float32 [heads]; made once. Raises CaptureError in a
         capture.
@@ -99,7 +109,7 @@ class DevicePlans:
         if found is None:
             if is_capturing(self.torch_device):
                 raise CaptureError(
-                    "attention: a graph is being captured and the ALiBi slopes are not on the device yet; "
+                    "alibi_slopes: a graph is being captured and the model's own are not on the device yet; "
                     "needed: call warmup() before the capture, or pass alibi_slopes="
                 )
             with torch.inference_mode(False):

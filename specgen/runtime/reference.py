@@ -92,6 +92,27 @@ def attention(
     return out, lse
 
 
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    **formula,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` over contiguous keys: pages of one key, those of sequence s cu_seqlens_k[s] and on.
+
+    q [tokens, query_heads, qk_dim], k [key_tokens, kv_heads, qk_dim], v [key_tokens, kv_heads, v_dim];
+    `formula` and the result as in `attention`.
+    """
+    lengths = cu_seqlens_k.diff()
+    longest = int(lengths.max()) if len(lengths) else 0
+    pages = cu_seqlens_k[:-1, None] + torch.arange(longest, device=k.device)  # [seqs, longest]
+    tables = dict(block_table=pages, seq_lens=lengths, cu_seqlens_q=cu_seqlens_q)
+    return attention(q, k[:, None], v[:, None], **tables, **formula)
+
+
 def visible(
     positions: torch.Tensor,
     n: int,

@@ -20,6 +20,7 @@ RANKS = {
     "block_table": "[seqs, max_pages]",
     "seq_lens": "[seqs]",
     "cu_seqlens_q": "[seqs + 1]",
+    "cu_seqlens_k": "[seqs + 1]",
     "slot_mapping": "[tokens]",
     "out": "[tokens, query_heads, v_dim]",
     "out_a": "[tokens, query_heads, v_dim]",
@@ -29,11 +30,16 @@ RANKS = {
     "sinks": "[query_heads]",
     "alibi_slopes": "[query_heads]",
     "prefix_ranges": "[seqs, ranges, 2]",
+    "q_out": "[tokens, query_heads, qk_dim]",
+    "positions": "[tokens]",
+    "cos": "[positions, rotary_dim / 2]",
+    "sin": "[positions, rotary_dim / 2]",
 }
 HND_RANKS = {
     "k_cache": "[pages, kv_heads, page_size, qk_dim]",
     "v_cache": "[pages, kv_heads, page_size, v_dim]",
 }
+VARLEN_RANKS = {"k": "[key_tokens, kv_heads, qk_dim]", "v": "[key_tokens, kv_heads, v_dim]"}
 
 
 def bad(function: str, argument: str, came: object, need: object) -> NoReturn:
@@ -47,7 +53,7 @@ def diagnose(function: str, tensors: dict[str, object], hnd: bool = False) -> No
     Called after reading an argument failed, so that the caller sees a name instead of an AttributeError.
     `hnd`: caches lie in that layout.
     """
-    ranks = RANKS | HND_RANKS if hnd else RANKS
+    ranks = RANKS | (HND_RANKS if hnd else {}) | (VARLEN_RANKS if function == "attention_varlen" else {})
     for name, tensor in tensors.items():
         shape = ranks[name]
         if not isinstance(tensor, Tensor):
@@ -85,12 +91,41 @@ def refuse_features(function: str, features: dict[str, object]) -> None:
             )
 
 
-def host_bound(name: str, value: object) -> None:
+def host_bound(function: str, name: str, value: object) -> None:
     """Raise unless value is a host integer of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool):
-        bad("attention", name, f"is {type(value).__name__}", "a host int (an upper bound) or None")
+        bad(function, name, f"is {type(value).__name__}", "a host int (an upper bound) or None")
     if value < 0:
-        bad("attention", name, f"is {value}", "at least 0")
+        bad(function, name, f"is {value}", "at least 0")
+
+
+def check_tensor(
+    function: str,
+    name: str,
+    tensor: object,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    beside: tuple[str, Tensor],
+    contiguous: bool = True,
+) -> None:
+    """Raise unless a tensor of a feature has one of the dtypes, this shape, the device of `beside` (name and
+    tensor) and a unit last stride (`contiguous`: every stride so), and needs no grad.
+    """
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        diagnose(function, {name: tensor})
+    if tensor.dtype not in dtypes:
+        bad(function, name, f"has dtype {tensor.dtype}", " or ".join(map(str, dtypes)))
+    if tensor.shape != shape:
+        bad(function, name, f"has shape {list(tensor.shape)}", list(shape))
+    if contiguous and not tensor.is_contiguous():
+        bad(function, name, f"has strides {tensor.stride()}", "a contiguous tensor; call .contiguous()")
+    other, anchor = beside
+    if tensor.device != anchor.device:
+        bad(function, name, f"is on {tensor.device}", f"{other}'s device {anchor.device}")
+    if tensor.stride()[-1] != 1:
+        bad_strides(function, name, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        refuse_grad(function, {name: tensor})
 
 
 def bad_strides(function: str, name: str, tensor: Tensor) -> None:
@@ -132,3 +167,25 @@ def overlaps(*dims: tuple[int, int]) -> bool:
                 return True
             reach += (size - 1) * stride
     return False
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors [tokens, ...] of one dtype may share an address. Column ranges of one fused buffer
+    do not; rows that interleave in another way are taken to.
+    """
+    if not a.numel() or not b.numel():
+        return False
+    (a_row, a_all), (b_row, b_all) = _extents(a), _extents(b)
+    offset = (b.data_ptr() - a.data_ptr()) // a.element_size()
+    if offset >= a_all or -offset >= b_all:
+        return False
+    step = a.stride(0)
+    if step == b.stride(0) and a_row + b_row <= step:
+        return offset % step < a_row or offset % step + b_row > step
+    return True
+
+
+def _extents(tensor: Tensor) -> tuple[int, int]:
+    """Elements from the first to the last of one token, and of all, both included."""
+    first, *others = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return sum(others) + 1, first + sum(others) + 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .errors import UnsupportedError
 from .geometry import Geometry
-from .refusals import bad, refuse_grad
+from .refusals import bad, check_tensor, diagnose, overlaps, share_memory
 
 
 class Rotary(NamedTuple):
@@ -38,52 +38,49 @@ def check_presence(geometry: Geometry, rotary: Rotary | None) -> None:
             bad("append_kv", name, "is None", f"a tensor, layer {geometry.layer!r} has rotary embedding")
 
 
-def check_rotary(geometry: Geometry, rotary: Rotary, k: Tensor, tokens: int) -> tuple[int, tuple]:
-    """Check the tensors of a rotary layer, q_out included; return (stride bits, strides of q and q_out)."""
+def check_rotary(
+    geometry: Geometry, rotary: Rotary, k: Tensor, v: Tensor, tokens: int
+) -> tuple[int, tuple[int, ...]]:
+    """Check the tensors of a rotary layer beside keys and values that are already checked.
+
+    Returns (stride bits, strides of q and q_out), those of a missing q_out contiguous.
+    """
     q, positions, cos, sin, q_out = rotary
     queries = (tokens, geometry.query_heads, geometry.qk_dim)
-    half = geometry.rotary_dim // 2
-    rows = cos.shape[0] if isinstance(cos, Tensor) and cos.dim() == 2 else 0
-    wanted = (
+    diagnose("append_kv", {"cos": cos})
+    table = (cos.shape[0], geometry.rotary_dim // 2)
+    out = () if q_out is None else (("q_out", q_out, geometry.dtype, queries),)
+    for name, tensor, dtype, shape in (
         ("q", q, geometry.dtype, queries),
-        ("q_out", q_out, geometry.dtype, queries),
+        *out,
         ("positions", positions, torch.int64, (tokens,)),
-        ("cos", cos, torch.float32, (rows, half)),
-        ("sin", sin, torch.float32, (rows, half)),
-    )
-    for name, tensor, dtype, shape in wanted:
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-            bad("append_kv", name, f"is {type(tensor).__name__}", "a dense torch.Tensor")
-        if tensor.dtype is not dtype:
-            bad("append_kv", name, f"has dtype {tensor.dtype}", dtype)
-        if tensor.shape != shape:
-            bad("append_kv", name, f"has shape {list(tensor.shape)}", list(shape) if rows else ["positions", half])
-        if tensor.device != k.device:
-            bad("append_kv", name, f"is on {tensor.device}", f"k's device {k.device}")
-        if tensor.stride(-1) != 1 or (name in ("positions", "cos", "sin") and not tensor.is_contiguous()):
-            need = "a unit last stride" if name in ("q", "q_out") else "a contiguous tensor; call .contiguous()"
-            bad("append_kv", name, f"has strides {tensor.stride()}", need)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            refuse_grad("append_kv", {name: tensor})
-    if not rows:
+        ("cos", cos, torch.float32, table),
+        ("sin", sin, torch.float32, table),
+    ):
+        strided = name in ("q", "q_out")
+        check_tensor("append_kv", name, tensor, (dtype,), shape, ("k", k), contiguous=not strided)
+    if not table[0]:
         bad("append_kv", "cos", "has no rows", "a row for every position")
-    if tokens and _overlap(q, q_out):
-        bad("append_kv", "q_out", "overlaps q", "memory of its own: partners of an element are read while others are written")
-    strides = (*q.stride()[:2], *q_out.stride()[:2])
+    if q_out is None:
+        strides = (*q.stride()[:2], geometry.query_heads * geometry.qk_dim, geometry.qk_dim)
+    else:
+        _check_memory(q_out, {"q": q, "k": k, "v": v})
+        strides = (*q.stride()[:2], *q_out.stride()[:2])
     return strides[0] | strides[1] | strides[2] | strides[3], strides
+
+
+def _check_memory(q_out: Tensor, inputs: dict[str, Tensor]) -> None:
+    """Raise where writing q_out would change what is still to be read, or write one address twice."""
+    if overlaps(*zip(q_out.shape, q_out.stride())):
+        came = f"has strides {q_out.stride()} that overlap"
+        bad("append_kv", "q_out", came, "every element at its own address")
+    for name, tensor in inputs.items():
+        if share_memory(q_out, tensor):
+            need = "memory of its own: inputs are read while q_out is written"
+            bad("append_kv", "q_out", f"overlaps {name}", need)
 
 
 def launch_arguments(rotary: Rotary, strides: tuple) -> tuple:
     """The arguments that follow those of append_kv."""
     q, positions, cos, sin, q_out = rotary
     return q, q_out, positions, cos, sin, cos.shape[0], *strides
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
-    return a_start < b_end and b_start < a_end
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

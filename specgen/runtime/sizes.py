@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .arguments import ROLES
 
-MIN_BLOCK_V = 16
+MIN_TILE = 16
 MERGE_GROUP = 32  # partial states that one program of decode_ws merges; longer items are merged in two levels
 TICKETS = 2  # work items handed out and programs that are done, of a family whose programs take items in turn
 POINTER_ALIGNMENT = 16
@@ -35,9 +35,26 @@ def grid(multiprocessors: int, ctas_per_multiprocessor: int) -> int:
     return multiprocessors * ctas_per_multiprocessor
 
 
+def head_tiles(dim: int) -> tuple[int, ...]:
+    """Widths of the tiles that hold `dim` elements of a head: powers of two of at least 16 (the depth of a matrix
+    instruction), one, or two where those need less room than one: 128 -> (128,), 96 -> (64, 32), 80 -> (64, 16).
+    """
+    whole = _power_of_two(dim)
+    first = whole // 2
+    if first >= MIN_TILE and dim > first:
+        rest = _power_of_two(dim - first)
+        if first + rest < whole:
+            return first, rest
+    return (whole,)
+
+
+def _power_of_two(dim: int) -> int:
+    return max(MIN_TILE, 1 << (dim - 1).bit_length())
+
+
 def block_v(v_dim: int) -> int:
-    """Columns of an accumulator tile: the next power of two that holds v_dim, at least 16."""
-    return max(MIN_BLOCK_V, 1 << (v_dim - 1).bit_length())
+    """Columns of an accumulator: those of its tiles together."""
+    return sum(head_tiles(v_dim))
 
 
 def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:

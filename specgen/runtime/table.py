@@ -5,17 +5,35 @@ only. Pure: imports nothing but the standard library, reads no tensor and no dev
 its tests use it as it is.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations, product
+from typing import NamedTuple
+
+# Every value of a bound, for a row that does not ask for it: they are int32.
+EVERY = (1, (1 << 31) - 1)
+
+
+class Bounds(NamedTuple):
+    """What the host knows of a call for free; each is an upper bound that holds for a graph's replays too.
+
+    query_len: query rows per sequence, min(max_seqlen_q, tokens). seqs: rows of the block table. tokens: rows
+    of q. keys: keys per sequence, what the block table's row holds or less by max_seqlen_k.
+    """
+
+    query_len: int
+    seqs: int
+    tokens: int
+    keys: int
 
 
 @dataclass(frozen=True)
 class AttentionRow:
     """One row of the attention table: which kernels one call launches.
 
-    `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len` are inclusive bounds
-    on the caller's bound of query rows per sequence, min(max_seqlen_q, tokens). `decode` and `prefill` are
-    symbols; a row with both launches both, and the device decides which sequences are whose.
+    `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len`, `seqs`, `tokens` and
+    `keys` (each (least, most)) are inclusive ranges of a call's Bounds: the row is a box. `decode` and
+    `prefill` are symbols; a row with both launches both, and the device decides which sequences are whose.
     """
 
     index: int
@@ -29,6 +47,23 @@ class AttentionRow:
     decode: str | None
     prefill: str | None
     reason: str
+    seqs: tuple[int, int] = EVERY
+    tokens: tuple[int, int] = EVERY
+    keys: tuple[int, int] = EVERY
+
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """(least, most) of each of Bounds, in its order."""
+        return (self.min_query_len, self.max_query_len), self.seqs, self.tokens, self.keys
+
+    @property
+    def narrowed(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """(name, range) of the bounds but query_len that the row asks for."""
+        return tuple((name, each) for name, each in zip(Bounds._fields[1:], self.box[1:]) if each != EVERY)
+
+    def holds(self, bounds: Bounds) -> bool:
+        """Whether the row is for a call of these bounds."""
+        return all(low <= value <= high for (low, high), value in zip(self.box, bounds))
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -61,6 +96,25 @@ class MergeRow:
     reason: str
 
 
+@dataclass(frozen=True)
+class VarlenRow:
+    """One row of the attention_varlen table, for batches of any lengths; head counts are per rank."""
+
+    index: int
+    arch: str
+    layer: str
+    query_heads: int
+    kv_heads: int
+    aligned: bool
+    symbol: str
+    reason: str
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbol this row launches, as an attention row has them."""
+        return (self.symbol,)
+
+
 class NoRowError(LookupError):
     """No row answers; the text says what was asked and what the table has."""
 
@@ -68,7 +122,9 @@ class NoRowError(LookupError):
 class Table:
     """Rows of one package, indexed for lookup.
 
-    Raises ValueError when two rows claim the same case: list order never decides.
+    `selectors`: for each (arch, layer, query_heads, kv_heads, aligned), a function of a call's Bounds, one by one,
+    that gives the index of its attention row: what generated dispatch.py holds as readable code. Without one the
+    rows are searched. Raises ValueError when two rows claim the same case: list order never decides.
     """
 
     def __init__(
@@ -76,24 +132,28 @@ class Table:
         attention_rows: Iterable[AttentionRow],
         append_rows: Iterable[AppendRow] = (),
         merge_rows: Iterable[MergeRow] = (),
+        varlen_rows: Iterable[VarlenRow] = (),
+        selectors: Mapping[tuple, Callable[[int, int, int, int], int]] | None = None,
     ):
         self.attention_rows = tuple(attention_rows)
         self.append_rows = tuple(append_rows)
         self.merge_rows = tuple(merge_rows)
+        self.varlen_rows = tuple(varlen_rows)
+        self._selectors = dict(selectors or {})
         self._attention: dict[tuple, tuple[AttentionRow, ...]] = {}
         for key, rows in _grouped(self.attention_rows, _attention_key):
-            rows = sorted(rows, key=lambda row: row.min_query_len)
-            for before, after in zip(rows, rows[1:]):
-                if after.min_query_len <= before.max_query_len:
+            rows = sorted(rows, key=lambda row: row.box)
+            for one, other in combinations(rows, 2):
+                if all(low <= most and least <= high for (low, high), (least, most) in zip(one.box, other.box)):
                     raise ValueError(
-                        f"attention rows {before.index} and {after.index} overlap: {before} and {after}"
+                        f"attention rows {one.index} and {other.index} overlap: {one} and {other}"
                     )
             self._attention[key] = tuple(rows)
         self._append = _unique("append_kv", self.append_rows, _append_key)
         self._merge = _unique("merge_states", self.merge_rows, _merge_key)
-        self.archs = _distinct(
-            row.arch for row in (*self.attention_rows, *self.append_rows, *self.merge_rows)
-        )
+        self._varlen = _unique("attention_varlen", self.varlen_rows, _attention_key)
+        rows = (*self.attention_rows, *self.append_rows, *self.merge_rows, *self.varlen_rows)
+        self.archs = _distinct(row.arch for row in rows)
         self.layers = _distinct(row.layer for row in self.attention_rows)
 
     def heads(self, layer: str) -> tuple[tuple[int, int], ...]:
@@ -109,18 +169,24 @@ class Table:
         except KeyError:
             raise self._no_attention_row(arch, layer, query_heads, kv_heads, aligned) from None
 
+    def selector(
+        self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool
+    ) -> Callable[[int, int, int, int], int]:
+        """The function of query_len, seqs, tokens and keys that gives the index of the row for a call."""
+        key = arch, layer, query_heads, kv_heads, aligned
+        return self._selectors.get(key) or (lambda *bounds: self.attention(*key, Bounds(*bounds)).index)
+
     def attention(
-        self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool, max_query_len: int
+        self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool, bounds: Bounds
     ) -> AttentionRow:
-        """The one row for a call whose sequences have at most `max_query_len` (>= 1) query rows each. Raises
-        NoRowError.
-        """
+        """The one row for a call of these bounds, each at least 1. Raises NoRowError."""
         rows = self.attention_group(arch, layer, query_heads, kv_heads, aligned)
         for row in rows:
-            if row.min_query_len <= max_query_len <= row.max_query_len:
+            if row.holds(bounds):
                 return row
-        have = ", ".join(f"{row.min_query_len}..{row.max_query_len}" for row in rows)
-        raise NoRowError(f"no attention row for max_query_len {max_query_len}: rows cover {have}")
+        have = _distinct(f"{row.min_query_len}..{row.max_query_len}" for row in rows)
+        asked = ", ".join(f"{name} {value}" for name, value in bounds._asdict().items())
+        raise NoRowError(f"no attention row for {asked}: rows cover query_len {', '.join(have)}")
 
     def append(self, arch: str, layer: str, kv_heads: int, aligned: bool) -> AppendRow:
         """The one append_kv row. Raises NoRowError."""
@@ -144,13 +210,24 @@ class Table:
             asked = f"arch {arch}, {query_heads} query heads, v_dim {v_dim}"
             raise NoRowError(f"no merge_states row for {asked}; the table has {_listed(have)}") from None
 
-    def faults(self, max_tokens: int) -> list[str]:
-        """Why the rows are not total and disjoint over query lengths 1..max_tokens; an empty list is the
-        proof.
+    def varlen(self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool) -> VarlenRow:
+        """The one attention_varlen row. Raises NoRowError."""
+        try:
+            return self._varlen[arch, layer, query_heads, kv_heads, aligned]
+        except KeyError:
+            have = _distinct(
+                f"{row.layer} with {row.query_heads}/{row.kv_heads} heads on {row.arch}"
+                for row in self.varlen_rows
+            )
+            asked = f"arch {arch}, layer {layer!r}, {query_heads}/{kv_heads} heads, aligned {aligned}"
+            raise NoRowError(f"no attention_varlen row for {asked}; the table has {_listed(have)}") from None
 
-        Checked by intervals: each (arch, layer, heads) has both guards, each guard's rows meet end to end
-        from 1 to `max_tokens`, each row launches something, and each layer has its append_kv and merge_states
-        rows where the table has any of those.
+    def faults(self, most: Bounds) -> list[str]:
+        """Why the rows are not total and disjoint over bounds of 1 up to `most`; an empty list is the proof.
+
+        Checked by boxes: each (arch, layer, heads) has both guards, each guard's rows fill the whole box
+        without a gap, a selector gives the row of every box's corners, each row launches something, and each
+        layer has its append_kv, merge_states and attention_varlen rows where the table has any of those.
         """
         found = []
         for arch in self.archs:
@@ -161,9 +238,14 @@ class Table:
                         name = (
                             f"{arch} {layer} {query_heads}/{kv_heads} {'aligned' if aligned else 'unaligned'}"
                         )
-                        found += _interval_faults(name, self._attention.get(key, ()), max_tokens)
+                        rows = self._attention.get(key, ())
+                        found += _row_faults(name, rows, most)
+                        if key in self._selectors:
+                            found += _selector_faults(name, rows, self._selectors[key], most)
                         if self.append_rows and (arch, layer, kv_heads, aligned) not in self._append:
                             found.append(f"{name}: no append_kv row")
+                        if self.varlen_rows and key not in self._varlen:
+                            found.append(f"{name}: no attention_varlen row")
         if self.merge_rows:
             wanted = _distinct((row.arch, row.query_heads) for row in self.attention_rows)
             have = {(row.arch, row.query_heads) for row in self.merge_rows}
@@ -172,7 +254,7 @@ class Table:
                 for arch, heads in wanted
                 if (arch, heads) not in have
             ]
-        for rows in (self.attention_rows, self.append_rows, self.merge_rows):
+        for rows in (self.attention_rows, self.append_rows, self.merge_rows, self.varlen_rows):
             found += [
                 f"row {row.index} stands at place {place}: {row}"
                 for place, row in enumerate(rows)
@@ -198,7 +280,7 @@ class Table:
         )
 
 
-def _attention_key(row: AttentionRow) -> tuple:
+def _attention_key(row: AttentionRow | VarlenRow) -> tuple:
     return row.arch, row.layer, row.query_heads, row.kv_heads, row.aligned
 
 
@@ -210,18 +292,39 @@ def _merge_key(row: MergeRow) -> tuple:
     return row.arch, row.query_heads, row.v_dim
 
 
-def _interval_faults(name: str, rows: tuple[AttentionRow, ...], max_tokens: int) -> Iterator[str]:
-    covered = 0
+def _row_faults(name: str, rows: tuple[AttentionRow, ...], most: Bounds) -> Iterator[str]:
     for row in rows:
-        if row.min_query_len > row.max_query_len:
-            yield f"{name}: row {row.index} is empty, {row.min_query_len}..{row.max_query_len}"
-        if row.min_query_len != covered + 1:
-            yield f"{name}: query lengths {covered + 1}..{row.min_query_len - 1} have no row"
+        for bound, (low, high) in zip(Bounds._fields, row.box):
+            if low > high:
+                yield f"{name}: row {row.index} is empty, {bound} {low}..{high}"
         if not row.symbols:
             yield f"{name}: row {row.index} launches nothing"
-        covered = row.max_query_len
-    if covered < max_tokens:
-        yield f"{name}: query lengths {covered + 1}..{max_tokens} have no row"
+    yield from (f"{name}: {gap} have no row" for gap in _gaps(rows, most))
+
+
+def _selector_faults(name: str, rows: tuple[AttentionRow, ...], select, most: Bounds) -> Iterator[str]:
+    """Where a selector leaves its rows: it is constant within a box if it is right at the corners of all."""
+    for row in rows:
+        for corner in product(*((low, min(high, top)) for (low, high), top in zip(row.box, most))):
+            if row.holds(Bounds(*corner)) and (given := select(*corner)) != row.index:
+                call = ", ".join(f"{bound} {value}" for bound, value in zip(Bounds._fields, corner))
+                yield f"{name}: {call}: the selector gives row {given}, the call is in row {row.index}"
+
+
+def _gaps(rows: Iterable[AttentionRow], most: Bounds, place: int = 0) -> Iterator[str]:
+    """The boxes that no row fills: one bound after another is cut where a row begins or ends."""
+    if place == len(most):
+        return
+    ranges = [row.box[place] for row in rows]
+    starts = {1, *(low for low, _ in ranges), *(high + 1 for _, high in ranges)}
+    starts = sorted(start for start in starts if start <= most[place])
+    for low, high in zip(starts, [start - 1 for start in starts[1:]] + [most[place]]):
+        inside = [row for row, (least, top) in zip(rows, ranges) if least <= low and high <= top]
+        here = f"{Bounds._fields[place]} {low}..{high}"
+        if not inside:
+            yield here
+        else:
+            yield from (f"{here}, {gap}" for gap in _gaps(inside, most, place + 1))
 
 
 def _grouped(rows, key) -> Iterator[tuple[tuple, list]]:

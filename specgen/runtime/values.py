@@ -24,53 +24,30 @@ def check_values(
     max_seqlen_k: int | None,
     extras: tuple | None,
 ) -> None:
-    """Check lengths, offsets, page ids and feature tensors of one attention call whose shapes are already
+    """Check lengths, offsets, page ids and feature tensors of one `attention` call whose shapes are already
     checked.
 
     Raises ArgumentError naming the sequence; also when a graph is being captured, as nothing can be read
     then. A sequence with more queries than keys is legal: its first rows see no key. Page ids left of every
     row's window or chunk may be anything.
     """
-    if seq_lens.is_cuda:
-        with torch.cuda.device(seq_lens.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise ArgumentError(
-                    "attention: checks is 'full' while a graph is being captured, and that synchronises; "
-                    "needed: 'shapes' or 'none'"
-                )
-    offsets = cu_seqlens_q.cpu().long()
+    function = "attention"
+    _refuse_capture(function, seq_lens)
+    queries = _lengths(function, "cu_seqlens_q", cu_seqlens_q, tokens, "q")
     keys = seq_lens.cpu().long()
-    queries = offsets.diff()
-    if offsets[0] != 0:
-        bad("attention", "cu_seqlens_q", f"starts at {int(offsets[0])}", "0")
-    if (seq := _first(queries < 0)) is not None:
-        came = f"falls from {int(offsets[seq])} to {int(offsets[seq + 1])} at sequence {seq}"
-        bad("attention", "cu_seqlens_q", came, "offsets that never fall")
-    if offsets[-1] > tokens:
-        bad("attention", "cu_seqlens_q", f"ends at {int(offsets[-1])}", f"at most {tokens}, the tokens of q")
-    if max_seqlen_q is not None and (seq := _first(queries > max_seqlen_q)) is not None:
-        came = f"is {max_seqlen_q}, but sequence {seq} has {int(queries[seq])} query rows"
-        bad("attention", "max_seqlen_q", came, "a bound of every sequence")
+    _check_bound(function, "max_seqlen_q", max_seqlen_q, queries, "query rows")
     if (seq := _first(keys < 0)) is not None:
-        bad("attention", "seq_lens", f"is {int(keys[seq])} at sequence {seq}", "at least 0")
+        bad(function, "seq_lens", f"is {int(keys[seq])} at sequence {seq}", "at least 0")
     capacity = block_table.shape[1] * geometry.page_size
     if (seq := _first(keys > capacity)) is not None:
         columns = f"{block_table.shape[1]} block_table columns of {geometry.page_size} keys"
         need = f"at most {capacity}, what {columns} hold"
-        bad("attention", "seq_lens", f"is {int(keys[seq])} at sequence {seq}", need)
+        bad(function, "seq_lens", f"is {int(keys[seq])} at sequence {seq}", need)
     if (seq := _first(keys > limits.max_seq_len)) is not None:
         need = f"at most {limits.max_seq_len}, the spec's limits.max_seq_len"
-        bad("attention", "seq_lens", f"is {int(keys[seq])} at sequence {seq}", need)
-    if max_seqlen_k is not None and (seq := _first(keys > max_seqlen_k)) is not None:
-        came = f"is {max_seqlen_k}, but sequence {seq} has {int(keys[seq])} keys"
-        bad("attention", "max_seqlen_k", came, "a bound of every sequence")
-    sinks, slopes, ranges = extras or ABSENT
-    if ranges is not None:
-        ranges = ranges.cpu().long()
-        _check_ranges(ranges, keys)
-    for name, values in (("sinks", sinks), ("alibi_slopes", slopes)):
-        if values is not None and (head := _first(values.cpu().isnan())) is not None:
-            bad("attention", name, f"is nan at head {head}", "a number")
+        bad(function, "seq_lens", f"is {int(keys[seq])} at sequence {seq}", need)
+    _check_bound(function, "max_seqlen_k", max_seqlen_k, keys, "keys")
+    ranges = _check_extras(function, extras, keys)
     used = torch.where(queries > 0, -(-keys // geometry.page_size), 0)
     unseen = torch.zeros_like(used)
     if geometry.reach is not None:
@@ -86,17 +63,78 @@ def check_values(
         seq, column = wrong[0].tolist()
         came = f"has page {int(table[seq, column])} at [{seq}, {column}]"
         need = f"0 to {pages - 1} for the {int(keys[seq])} keys of the sequence"
-        bad("attention", "block_table", came, need)
+        bad(function, "block_table", came, need)
 
 
-def _check_ranges(ranges: Tensor, keys: Tensor) -> None:
-    start, end = ranges.unbind(-1)
-    wrong = ((start < end) & ((start < 0) | (end > keys[:, None]))).nonzero()
-    if len(wrong):
-        seq, place = wrong[0].tolist()
-        came = f"is {ranges[seq, place].tolist()} at [{seq}, {place}]"
-        need = f"0 <= start and end <= {int(keys[seq])}, the keys of the sequence (start >= end is empty)"
-        bad("attention", "prefix_ranges", came, need)
+def check_varlen_values(
+    limits: Limits,
+    tokens: int,
+    key_tokens: int,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    extras: tuple | None,
+) -> None:
+    """Check offsets and feature tensors of one `attention_varlen` call, as `check_values` has it."""
+    function = "attention_varlen"
+    _refuse_capture(function, cu_seqlens_q)
+    queries = _lengths(function, "cu_seqlens_q", cu_seqlens_q, tokens, "q")
+    keys = _lengths(function, "cu_seqlens_k", cu_seqlens_k, key_tokens, "k")
+    _check_bound(function, "max_seqlen_q", max_seqlen_q, queries, "query rows")
+    if (seq := _first(keys > limits.max_seq_len)) is not None:
+        need = f"at most {limits.max_seq_len}, the spec's limits.max_seq_len"
+        bad(function, "cu_seqlens_k", f"gives sequence {seq} {int(keys[seq])} keys", need)
+    _check_bound(function, "max_seqlen_k", max_seqlen_k, keys, "keys")
+    _check_extras(function, extras, keys)
+
+
+def _refuse_capture(function: str, tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        with torch.cuda.device(tensor.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise ArgumentError(
+                    f"{function}: checks is 'full' while a graph is being captured, and that synchronises; "
+                    "needed: 'shapes' or 'none'"
+                )
+
+
+def _lengths(function: str, name: str, cumulative: Tensor, tokens: int, of: str) -> Tensor:
+    """The lengths between offsets that rise from 0 to at most `tokens`; int64 [seqs] on the host."""
+    offsets = cumulative.cpu().long()
+    lengths = offsets.diff()
+    if offsets[0] != 0:
+        bad(function, name, f"starts at {int(offsets[0])}", "0")
+    if (seq := _first(lengths < 0)) is not None:
+        came = f"falls from {int(offsets[seq])} to {int(offsets[seq + 1])} at sequence {seq}"
+        bad(function, name, came, "offsets that never fall")
+    if offsets[-1] > tokens:
+        bad(function, name, f"ends at {int(offsets[-1])}", f"at most {tokens}, the tokens of {of}")
+    return lengths
+
+
+def _check_bound(function: str, name: str, bound: int | None, lengths: Tensor, unit: str) -> None:
+    if bound is not None and (seq := _first(lengths > bound)) is not None:
+        came = f"is {bound}, but sequence {seq} has {int(lengths[seq])} {unit}"
+        bad(function, name, came, "a bound of every sequence")
+
+
+def _check_extras(function: str, extras: tuple | None, keys: Tensor) -> Tensor | None:
+    """Check the tensors of features; return the prefix ranges, int64 on the host."""
+    sinks, slopes, ranges = extras or ABSENT
+    if ranges is not None:
+        ranges = ranges.cpu().long()
+        start, end = ranges.unbind(-1)
+        wrong = ((start < end) & ((start < 0) | (end > keys[:, None]))).nonzero()
+        if len(wrong):
+            seq, place = wrong[0].tolist()
+            came = f"is {ranges[seq, place].tolist()} at [{seq}, {place}]"
+            need = f"0 <= start and end <= {int(keys[seq])}, the keys of the sequence (start >= end is empty)"
+            bad(function, "prefix_ranges", came, need)
+    for name, values in (("sinks", sinks), ("alibi_slopes", slopes)):
+        if values is not None and (head := _first(values.cpu().isnan())) is not None:
+            bad(function, name, f"is nan at head {head}", "a number")
+    return ranges
 
 
 def _first(wrong: Tensor) -> int | None:

@@ -77,9 +77,9 @@ def hinted(variant: Variant) -> Variant:
     return replace(variant, config=replace(variant.config, options=options))
 
 
-def with_decode_ws(spec, targets, over_budget=None) -> Expansion:
+def with_decode_ws(spec, targets, over_budget=None, measurements=()) -> Expansion:
     """What a build expands, and decode_ws for each decode specialization of aligned tensors."""
-    found = expand(spec, targets, over_budget)
+    found = expand(spec, targets, over_budget, measurements)
     target, uses = targets[spec.targets[0]], list(found.uses)
     for use in found.uses:
         if use.variant.family != "decode" or not use.variant.aligned:
@@ -90,7 +90,7 @@ def with_decode_ws(spec, targets, over_budget=None) -> Expansion:
         else:
             variants = list({(v.heads_box, v.keys_box, v.config.block_m): v for v in reversed(variants)}.values())
         uses += [replace(use, variant=variant) for variant in variants]
-    return Expansion(tuple(dict.fromkeys(uses)), found.rejections)
+    return replace(found, uses=tuple(dict.fromkeys(uses)))
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Helpers of generated tests: a stub is one `Case` (data) and calls of `check_*`.
 
-`Case`, `Batch` and the batches live in cases.py, static poisoned buffers in pools.py, the checks in
-checks.py. Nothing here is imported by the package's own functions. Needs torch; on a CPU, Triton for its
-interpreter.
+`Case`, `Batch` and the batches live in cases.py, static poisoned buffers in pools.py (paged) and packed.py
+(contiguous), the checks in checks.py. Nothing here is imported by the package's own functions. Needs torch;
+on a CPU, Triton for its interpreter.
 """
 
 from .cases import BATCHES, Batch, Case, edge_batches, fit
@@ -14,12 +14,14 @@ from .checks import (
     check_attention,
     check_graph_replay,
     check_merge_states,
+    check_varlen,
     device_arch,
     device_for,
     poisoned_workspace,
     skip_reason,
     token_counts,
 )
+from .packed import PackedPool
 from .pools import CANARY, LAYOUTS, Pool, bits
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "LAYOUTS",
     "Batch",
     "Case",
+    "PackedPool",
     "Pool",
     "assert_counters_clear",
     "assert_matches",
@@ -37,6 +40,7 @@ __all__ = [
     "check_attention",
     "check_graph_replay",
     "check_merge_states",
+    "check_varlen",
     "device_arch",
     "device_for",
     "edge_batches",

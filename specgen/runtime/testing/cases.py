@@ -21,7 +21,7 @@ class Case:
     """
 
     symbol: str
-    family: str  # "decode" | "prefill" | "append_kv" | "merge_states"
+    family: str  # "decode" | "prefill" | "varlen" | "append_kv" | "merge_states"
     dtype: str
     v_dim: int
     layer: str | None = None

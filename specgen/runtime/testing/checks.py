@@ -8,6 +8,7 @@ tensors it allocates.
 import importlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import SkipTest
 
@@ -16,6 +17,7 @@ import torch
 from .. import reference
 from ..device import Device
 from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, edge_batches, fit
+from .packed import PackedPool
 from .pools import CANARY, Pool, bits
 
 NAN, INF = float("nan"), float("inf")
@@ -45,8 +47,8 @@ def device_for(case: Case) -> torch.device:
 
 
 def batches(case: Case) -> list[str]:
-    """Names of the batches that `check_attention` takes for this case on this machine, for
-    pytest.mark.parametrize.
+    """Names of the batches that `check_attention`, or `check_varlen`, takes for this case on this machine,
+    for pytest.mark.parametrize.
     """
     return [batch.name for batch in _known(case) if torch.cuda.is_available() or not batch.large]
 
@@ -69,28 +71,32 @@ def check_attention(package, case: Case, batch: str) -> None:
     named = {known.name: known for known in _known(case)}[batch]
     rows = _attention_rows(package, case, device)
     for row in rows if device.type == "cuda" else rows[:1]:
+        serving = _serving(package, row)
         fitted = fit(named, case, row.max_query_len)
         workspace = poisoned_workspace(package, device)
         bound = max(row.min_query_len, max((q for q, _ in fitted.sequences), default=0))
+        tokens = _min_tokens(fitted, case, row.min_query_len)
         seen = None
-        for number, (layout, fill) in enumerate(_arrangements(case, device)):
-            pool = Pool(case, device, [fitted], layout, min_tokens=_min_tokens(fitted, row, case))
-            pool.load(fitted, fill=fill)
+        for pool, label in _arranged(Pool, case, device, fitted, tokens):
             if pool.tokens:
-                _assert_chosen(package, case, row, pool, bound)
-            for return_lse in (True, False) if device.type == "cuda" else (number == 0,):
-                label = f"{case.symbol}, {fitted.sequences}, layout {layout}, cache filled with {fill}"
-                pool.poison_out()
-                call = dict(max_seqlen_q=bound, return_lse=return_lse, workspace=workspace)
-                result = package.attention(**pool.arguments(), **call)
-                out, lse = result if return_lse else (result, None)
-                assert out.data_ptr() == pool.out.data_ptr(), f"{label}: did not return `out`"
-                assert_matches(pool, lse, label)
-                found = bits(pool.result())
-                same = seen is None or torch.equal(found, seen)
-                assert same, f"{label}, return_lse {return_lse}: other bits than in the runs before"
-                seen = found
+                _assert_chosen(serving, case, row, pool, max_seqlen_q=bound)
+            seen = _run(serving, pool, label, seen, max_seqlen_q=bound, workspace=workspace)
             assert_counters_clear(workspace, label)
+
+
+def check_varlen(package, case: Case, batch: str) -> None:
+    """One batch over contiguous keys and values, as `check_attention` has it; keys that no row sees are
+    poisoned, those between two sequences too.
+    """
+    device = device_for(case)
+    row = _varlen_row(package, case, device)
+    fitted = fit({known.name: known for known in _known(case)}[batch], case, case.max_tokens)
+    bound = max((q for q, _ in fitted.sequences), default=0)
+    seen = None
+    for pool, label in _arranged(PackedPool, case, device, fitted, _min_tokens(fitted, case)):
+        if bound:
+            _assert_chosen(package, case, row, pool, max_seqlen_q=bound)
+        seen = _run(package, pool, label, seen, max_seqlen_q=bound)
 
 
 def check_graph_replay(package, case: Case) -> None:
@@ -100,29 +106,18 @@ def check_graph_replay(package, case: Case) -> None:
     device = device_for(case)
     if device.type != "cuda":
         raise SkipTest("graphs are captured on a GPU only")
+    if case.family == "varlen":
+        row = _varlen_row(package, case, device)
+        fitted = [fit(batch, case, case.max_tokens) for batch in (*PREFILL_REPLAYS, *DECODE_REPLAYS)]
+        _replay(package, case, row, PackedPool, device, fitted)
+        return
     for row in _attention_rows(package, case, device):
+        serving = _serving(package, row)
         known = DECODE_REPLAYS if row.prefill is None else PREFILL_REPLAYS
         fitted = [fit(batch, case, row.max_query_len) for batch in known]
-        layout = "plain" if case.aligned else "odd"
-        tokens = max(_min_tokens(batch, row, case) for batch in fitted)
-        pool = Pool(case, device, fitted, layout, min_tokens=tokens)
-        pool.load(fitted[0])
-        _assert_chosen(package, case, row, pool, row.max_query_len)
-        package.warmup(device)
         workspace = poisoned_workspace(package, device)
-        call = dict(max_seqlen_q=row.max_query_len, return_lse=True, workspace=workspace)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            _, lse = package.attention(**pool.arguments(), **call)
-        for seed, batch in enumerate(fitted):
-            label = f"{case.symbol}, replay of {batch.name} {batch.sequences}"
-            pool.load(batch, fill=NAN, seed=seed)
-            graph.replay()
-            assert_matches(pool, lse, label)
-            replayed = bits(pool.result())
-            pool.poison_out()
-            package.attention(**pool.arguments(), **call)
-            assert torch.equal(bits(pool.result()), replayed), f"{label}: other bits than the eager call"
+        options = dict(max_seqlen_q=row.max_query_len, workspace=workspace)
+        _replay(serving, case, row, Pool, device, fitted, row.min_query_len, **options)
         assert_counters_clear(workspace, case.symbol)
 
 
@@ -254,12 +249,73 @@ def _rows(package, case: Case, device: torch.device, table: str, **fields) -> li
 
 def _attention_rows(package, case: Case, device: torch.device) -> list:
     heads = dict(layer=case.layer, query_heads=case.query_heads, kv_heads=case.kv_heads, aligned=case.aligned)
-    return _rows(package, case, device, "ATTENTION_ROWS", **heads)
+    rows = _rows(package, case, device, "ATTENTION_ROWS", **heads)
+    return list({(row.decode, row.prefill, row.min_query_len): row for row in reversed(rows)}.values())[::-1]
 
 
-def _assert_chosen(package, case: Case, row, pool: Pool, bound: int) -> None:
-    chosen = package.explain(**pool.arguments(), max_seqlen_q=bound).row
-    assert chosen == row, f"{case.symbol}: expected table row {row}, the package chose {chosen}"
+def _serving(package, row):
+    """What to call so that `row` serves any batch: the package, or, of a row for some batches only, one pinned to it."""
+    return package.attention.__self__.pinned(row) if row.narrowed else package
+
+
+def _varlen_row(package, case: Case, device: torch.device):
+    heads = dict(layer=case.layer, query_heads=case.query_heads, kv_heads=case.kv_heads, aligned=case.aligned)
+    (row,) = _rows(package, case, device, "VARLEN_ROWS", **heads)
+    return row
+
+
+def _arranged(
+    pool_type: type[Pool], case: Case, device: torch.device, batch: Batch, tokens: int
+) -> Iterator[tuple[Pool, str]]:
+    """The batch in a pool, and a label, for every arrangement."""
+    for layout, fill in _arrangements(case, device):
+        pool = pool_type(case, device, [batch], layout, min_tokens=tokens)
+        pool.load(batch, fill=fill)
+        yield pool, f"{case.symbol}, {batch.sequences}, layout {layout}, around the keys {fill}"
+
+
+def _run(package, pool: Pool, label: str, seen: torch.Tensor | None, **options) -> torch.Tensor:
+    """Call with and without lse (in the interpreter with it at first, then without): each is right, and all
+    have the same bits, those of the runs before if there are any. Returns the bits.
+    """
+    for return_lse in (True, False) if pool.device.type == "cuda" else (seen is None,):
+        pool.poison_out()
+        result = pool.call(package, return_lse=return_lse, **options)
+        out, lse = result if return_lse else (result, None)
+        assert out.data_ptr() == pool.out.data_ptr(), f"{label}: did not return `out`"
+        assert_matches(pool, lse, label)
+        found = bits(pool.result())
+        same = seen is None or torch.equal(found, seen)
+        assert same, f"{label}, return_lse {return_lse}: other bits than in the runs before"
+        seen = found
+    return seen
+
+
+def _replay(package, case, row, pool_type, device, batches: list[Batch], least: int = 1, **options) -> None:
+    """Capture a call for the first of some batches and replay it over each; `least` as in `_min_tokens`."""
+    layout = "plain" if case.aligned else "odd"
+    tokens = max(_min_tokens(batch, case, least) for batch in batches)
+    pool = pool_type(case, device, batches, layout, min_tokens=tokens)
+    pool.load(batches[0])
+    _assert_chosen(package, case, row, pool, **options)
+    package.warmup(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = pool.call(package, return_lse=True, **options)
+    for seed, batch in enumerate(batches):
+        label = f"{case.symbol}, replay of {batch.name} {batch.sequences}"
+        pool.load(batch, fill=NAN, seed=seed)
+        graph.replay()
+        assert_matches(pool, lse, label)
+        replayed = bits(pool.result())
+        pool.poison_out()
+        pool.call(package, return_lse=True, **options)
+        assert torch.equal(bits(pool.result()), replayed), f"{label}: other bits than the eager call"
+
+
+def _assert_chosen(package, case: Case, row, pool: Pool, **options) -> None:
+    chosen = pool.explain(package, **options).row
+    assert chosen.symbols == row.symbols, f"{case.symbol}: expected table row {row}, the package chose {chosen}"
 
 
 def _arrangements(case: Case, device: torch.device) -> list[tuple[str, float]]:
@@ -273,13 +329,13 @@ def _arrangements(case: Case, device: torch.device) -> list[tuple[str, float]]:
     return [("plain", 0.0), ("plain", NAN), ("plain", INF), ("views", NAN), ("views", INF)]
 
 
-def _min_tokens(batch: Batch, row, case: Case) -> int:
-    """Rows of q to allocate: a few canary rows behind the batch, and as many as the row's bound needs to be
-    in force.
+def _min_tokens(batch: Batch, case: Case, least: int = 1) -> int:
+    """Rows of q to allocate: a few canary rows behind the batch, and the `least` that the row's bound needs
+    to be in force.
     """
     if not batch.sequences:
         return 0
-    return min(case.max_tokens, max(batch.tokens + 3, row.min_query_len))
+    return min(case.max_tokens, max(batch.tokens + 3, least))
 
 
 def _new_rotary(case: Case, device: torch.device, tokens: int, layout: str) -> dict[str, torch.Tensor]:

@@ -139,6 +139,14 @@ class Pool:
         names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "out")
         return {name: getattr(self, name) for name in names} | {"layer": self.case.layer} | self.extras()
 
+    def call(self, package, **options):
+        """What `attention` returns for the loaded batch."""
+        return package.attention(**self.arguments(), **options)
+
+    def explain(self, package, **options):
+        """What the package says that `call` would do."""
+        return package.explain(**self.arguments(), **options)
+
     def extras(self) -> dict:
         """The tensors of the case's features, by argument."""
         names = ("sinks", "alibi_slopes", "prefix_ranges")

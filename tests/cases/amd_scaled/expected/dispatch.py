@@ -2,11 +2,12 @@
 # Do not edit: change the spec or templates/package/dispatch.py.jinja and run `specgen build`.
 """Dispatch table of amd_scaled: which kernels a call launches, by shapes and host integers alone.
 
-Rows of one (arch, layer, heads, alignment) are disjoint and cover 1 to 64 query rows a sequence (limits.max_tokens), the
-caller's bound. `aligned` rows promise the compiler wide loads; a view that breaks the promise takes the other row.
+Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
+rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
-from .runtime.table import AppendRow, AttentionRow, MergeRow
+from .runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
 
 ATTENTION_ROWS = (
     AttentionRow(
@@ -20,7 +21,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=1,
@@ -33,7 +34,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2",
         prefill="prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of one query row, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=2,
@@ -46,7 +47,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=3,
@@ -59,9 +60,25 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned",
         prefill="prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m32n16_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of one query row, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
 )
+
+
+def _gfx942_0(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 0  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2
+    return 1  # prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2 and decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2
+
+
+def _gfx942_1(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 2  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned
+    return 3  # prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m32n16_w4s1c2_unaligned and decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned
+
+
+# (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.
+SELECTORS = {("gfx942", "global", 8, 1, True): _gfx942_0, ("gfx942", "global", 8, 1, False): _gfx942_1}
 
 APPEND_ROWS = (
     AppendRow(
@@ -92,5 +109,28 @@ MERGE_ROWS = (
         v_dim=128,
         symbol="merge_states_d128_bf16_m8_w4s1c4",
         reason="contiguous states; misaligned ones are copied first",
+    ),
+)
+
+VARLEN_ROWS = (
+    VarlenRow(
+        index=0,
+        arch="gfx942",
+        layer="global",
+        query_heads=8,
+        kv_heads=1,
+        aligned=True,
+        symbol="varlen_h8x1_d128_bf16_causal_scale0_0001_m64n64_w4s2c2",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=1,
+        arch="gfx942",
+        layer="global",
+        query_heads=8,
+        kv_heads=1,
+        aligned=False,
+        symbol="varlen_h8x1_d128_bf16_causal_scale0_0001_m32n16_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
     ),
 )

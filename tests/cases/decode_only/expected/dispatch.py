@@ -2,11 +2,12 @@
 # Do not edit: change the spec or templates/package/dispatch.py.jinja and run `specgen build`.
 """Dispatch table of decode_only: which kernels a call launches, by shapes and host integers alone.
 
-Rows of one (arch, layer, heads, alignment) are disjoint and cover 1 to 16 query rows a sequence (limits.max_tokens), the
-caller's bound. `aligned` rows promise the compiler wide loads; a view that breaks the promise takes the other row.
+Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
+rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
-from .runtime.table import AppendRow, AttentionRow, MergeRow
+from .runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
 
 ATTENTION_ROWS = (
     AttentionRow(
@@ -20,7 +21,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d64_p16_bf16_causal_q1_m16n128_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=1,
@@ -33,7 +34,7 @@ ATTENTION_ROWS = (
         max_query_len=16,
         decode="decode_h8x2_d64_p16_bf16_causal_q16_m64n128_w4s3c2",
         prefill=None,
-        reason="at most 16 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 16 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=2,
@@ -46,7 +47,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=3,
@@ -59,9 +60,25 @@ ATTENTION_ROWS = (
         max_query_len=16,
         decode="decode_h8x2_d64_p16_bf16_causal_q16_m16n32_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 16 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 16 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
 )
+
+
+def _sm_90_0(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 0  # decode_h8x2_d64_p16_bf16_causal_q1_m16n128_w4s3c2
+    return 1  # decode_h8x2_d64_p16_bf16_causal_q16_m64n128_w4s3c2
+
+
+def _sm_90_1(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 2  # decode_h8x2_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned
+    return 3  # decode_h8x2_d64_p16_bf16_causal_q16_m16n32_w4s1c2_unaligned
+
+
+# (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.
+SELECTORS = {("sm_90", "global", 8, 2, True): _sm_90_0, ("sm_90", "global", 8, 2, False): _sm_90_1}
 
 APPEND_ROWS = (
     AppendRow(
@@ -92,5 +109,28 @@ MERGE_ROWS = (
         v_dim=64,
         symbol="merge_states_d64_bf16_m8_w4s1c4",
         reason="contiguous states; misaligned ones are copied first",
+    ),
+)
+
+VARLEN_ROWS = (
+    VarlenRow(
+        index=0,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        symbol="varlen_h8x2_d64_bf16_causal_m128n64_w4s3c2",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=1,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=False,
+        symbol="varlen_h8x2_d64_bf16_causal_m32n32_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
     ),
 )

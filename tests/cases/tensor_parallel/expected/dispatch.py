@@ -2,11 +2,12 @@
 # Do not edit: change the spec or templates/package/dispatch.py.jinja and run `specgen build`.
 """Dispatch table of tensor_parallel: which kernels a call launches, by shapes and host integers alone.
 
-Rows of one (arch, layer, heads, alignment) are disjoint and cover 1 to 64 query rows a sequence (limits.max_tokens), the
-caller's bound. `aligned` rows promise the compiler wide loads; a view that breaks the promise takes the other row.
+Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
+rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
-from .runtime.table import AppendRow, AttentionRow, MergeRow
+from .runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
 
 ATTENTION_ROWS = (
     AttentionRow(
@@ -20,7 +21,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=1,
@@ -33,7 +34,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=2,
@@ -46,7 +47,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=3,
@@ -59,7 +60,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=4,
@@ -72,7 +73,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=5,
@@ -85,7 +86,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill="prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=6,
@@ -98,7 +99,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=7,
@@ -111,7 +112,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=8,
@@ -124,7 +125,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=9,
@@ -137,7 +138,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=10,
@@ -150,7 +151,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=11,
@@ -163,7 +164,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill="prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=12,
@@ -176,7 +177,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=13,
@@ -189,7 +190,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=14,
@@ -202,7 +203,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=15,
@@ -215,7 +216,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=16,
@@ -228,7 +229,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=17,
@@ -241,7 +242,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill="prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=18,
@@ -254,7 +255,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=19,
@@ -267,7 +268,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=20,
@@ -280,7 +281,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=21,
@@ -293,7 +294,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=22,
@@ -306,7 +307,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=23,
@@ -319,7 +320,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill="prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=24,
@@ -332,7 +333,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=25,
@@ -345,7 +346,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=26,
@@ -358,7 +359,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=27,
@@ -371,7 +372,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=28,
@@ -384,7 +385,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=29,
@@ -397,7 +398,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill="prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=30,
@@ -410,7 +411,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=31,
@@ -423,7 +424,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=32,
@@ -436,7 +437,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=33,
@@ -449,7 +450,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=34,
@@ -462,7 +463,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=35,
@@ -475,9 +476,134 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned",
         prefill="prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
 )
+
+
+def _sm_90_0(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 0  # decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+    if query_len <= 4:
+        return 1  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    return (
+        2  # prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    )
+
+
+def _sm_90_1(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 3  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+    if query_len <= 4:
+        return 4  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 5  # prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+
+
+def _sm_90_2(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 6  # decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+    if query_len <= 4:
+        return 7  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    return (
+        8  # prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    )
+
+
+def _sm_90_3(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 9  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+    if query_len <= 4:
+        return 10  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 11  # prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+
+
+def _sm_90_4(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 12  # decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+    if query_len <= 4:
+        return 13  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    return (
+        14  # prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    )
+
+
+def _sm_90_5(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 15  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+    if query_len <= 4:
+        return 16  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 17  # prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+
+
+def _sm_80_6(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 18  # decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+    if query_len <= 4:
+        return 19  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    return (
+        20  # prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    )
+
+
+def _sm_80_7(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 21  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+    if query_len <= 4:
+        return 22  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 23  # prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+
+
+def _sm_80_8(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 24  # decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+    if query_len <= 4:
+        return 25  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    return (
+        26  # prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    )
+
+
+def _sm_80_9(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 27  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+    if query_len <= 4:
+        return 28  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 29  # prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+
+
+def _sm_80_10(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 30  # decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+    if query_len <= 4:
+        return 31  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    return (
+        32  # prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    )
+
+
+def _sm_80_11(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 33  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+    if query_len <= 4:
+        return 34  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 35  # prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+
+
+# (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.
+SELECTORS = {
+    ("sm_90", "global", 8, 2, True): _sm_90_0,
+    ("sm_90", "global", 8, 2, False): _sm_90_1,
+    ("sm_90", "global", 4, 1, True): _sm_90_2,
+    ("sm_90", "global", 4, 1, False): _sm_90_3,
+    ("sm_90", "global", 2, 1, True): _sm_90_4,
+    ("sm_90", "global", 2, 1, False): _sm_90_5,
+    ("sm_80", "global", 8, 2, True): _sm_80_6,
+    ("sm_80", "global", 8, 2, False): _sm_80_7,
+    ("sm_80", "global", 4, 1, True): _sm_80_8,
+    ("sm_80", "global", 4, 1, False): _sm_80_9,
+    ("sm_80", "global", 2, 1, True): _sm_80_10,
+    ("sm_80", "global", 2, 1, False): _sm_80_11,
+}
 
 APPEND_ROWS = (
     AppendRow(
@@ -602,5 +728,128 @@ MERGE_ROWS = (
         v_dim=128,
         symbol="merge_states_d128_bf16_m8_w4s1c4",
         reason="contiguous states; misaligned ones are copied first",
+    ),
+)
+
+VARLEN_ROWS = (
+    VarlenRow(
+        index=0,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        symbol="varlen_h8x2_d128_bf16_causal_m128n64_w8s3c1",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=1,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=False,
+        symbol="varlen_h8x2_d128_bf16_causal_m32n16_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
+    ),
+    VarlenRow(
+        index=2,
+        arch="sm_90",
+        layer="global",
+        query_heads=4,
+        kv_heads=1,
+        aligned=True,
+        symbol="varlen_h4x1_d128_bf16_causal_m128n64_w8s3c1",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=3,
+        arch="sm_90",
+        layer="global",
+        query_heads=4,
+        kv_heads=1,
+        aligned=False,
+        symbol="varlen_h4x1_d128_bf16_causal_m32n16_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
+    ),
+    VarlenRow(
+        index=4,
+        arch="sm_90",
+        layer="global",
+        query_heads=2,
+        kv_heads=1,
+        aligned=True,
+        symbol="varlen_h2x1_d128_bf16_causal_m128n64_w8s3c1",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=5,
+        arch="sm_90",
+        layer="global",
+        query_heads=2,
+        kv_heads=1,
+        aligned=False,
+        symbol="varlen_h2x1_d128_bf16_causal_m32n16_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
+    ),
+    VarlenRow(
+        index=6,
+        arch="sm_80",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        symbol="varlen_h8x2_d128_bf16_causal_m128n64_w8s3c1",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=7,
+        arch="sm_80",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=False,
+        symbol="varlen_h8x2_d128_bf16_causal_m32n16_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
+    ),
+    VarlenRow(
+        index=8,
+        arch="sm_80",
+        layer="global",
+        query_heads=4,
+        kv_heads=1,
+        aligned=True,
+        symbol="varlen_h4x1_d128_bf16_causal_m128n64_w8s3c1",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=9,
+        arch="sm_80",
+        layer="global",
+        query_heads=4,
+        kv_heads=1,
+        aligned=False,
+        symbol="varlen_h4x1_d128_bf16_causal_m32n16_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
+    ),
+    VarlenRow(
+        index=10,
+        arch="sm_80",
+        layer="global",
+        query_heads=2,
+        kv_heads=1,
+        aligned=True,
+        symbol="varlen_h2x1_d128_bf16_causal_m128n64_w8s3c1",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=11,
+        arch="sm_80",
+        layer="global",
+        query_heads=2,
+        kv_heads=1,
+        aligned=False,
+        symbol="varlen_h2x1_d128_bf16_causal_m32n16_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
     ),
 )

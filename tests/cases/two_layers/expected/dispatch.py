@@ -2,11 +2,12 @@
 # Do not edit: change the spec or templates/package/dispatch.py.jinja and run `specgen build`.
 """Dispatch table of two_layers: which kernels a call launches, by shapes and host integers alone.
 
-Rows of one (arch, layer, heads, alignment) are disjoint and cover 1 to 64 query rows a sequence (limits.max_tokens), the
-caller's bound. `aligned` rows promise the compiler wide loads; a view that breaks the promise takes the other row.
+Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
+rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
-from .runtime.table import AppendRow, AttentionRow, MergeRow
+from .runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
 
 ATTENTION_ROWS = (
     AttentionRow(
@@ -20,7 +21,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d64_p48_bf16_causal_q1_m16n128_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=1,
@@ -33,7 +34,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=2,
@@ -46,7 +47,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2",
         prefill="prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=3,
@@ -59,7 +60,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h8x2_d64_p48_bf16_causal_q1_m16n32_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=4,
@@ -72,7 +73,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=5,
@@ -85,7 +86,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned",
         prefill="prefill_h8x2_d64_p48_bf16_causal_q4_m32n32_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=6,
@@ -98,7 +99,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n128_w4s3c2",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=7,
@@ -111,7 +112,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=8,
@@ -124,7 +125,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2",
         prefill="prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=9,
@@ -137,7 +138,7 @@ ATTENTION_ROWS = (
         max_query_len=1,
         decode="decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n32_w4s1c2_unaligned",
         prefill=None,
-        reason="one query row a sequence: decode alone",
+        reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=10,
@@ -150,7 +151,7 @@ ATTENTION_ROWS = (
         max_query_len=4,
         decode="decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 4 query rows a sequence (max_spec_tokens): decode alone",
+        reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
         index=11,
@@ -163,9 +164,50 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned",
         prefill="prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m32n32_w4s1c2_unaligned",
-        reason="a sequence may have more than max_spec_tokens query rows: prefill takes those, decode the others",
+        reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
 )
+
+
+def _sm_90_0(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 0  # decode_h8x2_d64_p48_bf16_causal_q1_m16n128_w4s3c2
+    if query_len <= 4:
+        return 1  # decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2
+    return 2  # prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2 and decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2
+
+
+def _sm_90_1(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 3  # decode_h8x2_d64_p48_bf16_causal_q1_m16n32_w4s1c2_unaligned
+    if query_len <= 4:
+        return 4  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned
+    return 5  # prefill_h8x2_d64_p48_bf16_causal_q4_m32n32_w4s1c2_unaligned and decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned
+
+
+def _sm_90_2(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 6  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n128_w4s3c2
+    if query_len <= 4:
+        return 7  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2
+    return 8  # prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2 and decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2
+
+
+def _sm_90_3(query_len, seqs, tokens, keys):
+    if query_len <= 1:
+        return 9  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n32_w4s1c2_unaligned
+    if query_len <= 4:
+        return 10  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned
+    return 11  # prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m32n32_w4s1c2_unaligned and decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned
+
+
+# (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.
+SELECTORS = {
+    ("sm_90", "global", 8, 2, True): _sm_90_0,
+    ("sm_90", "global", 8, 2, False): _sm_90_1,
+    ("sm_90", "local", 4, 4, True): _sm_90_2,
+    ("sm_90", "local", 4, 4, False): _sm_90_3,
+}
 
 APPEND_ROWS = (
     AppendRow(
@@ -222,5 +264,48 @@ MERGE_ROWS = (
         v_dim=32,
         symbol="merge_states_d32_bf16_m8_w4s1c4",
         reason="contiguous states; misaligned ones are copied first",
+    ),
+)
+
+VARLEN_ROWS = (
+    VarlenRow(
+        index=0,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        symbol="varlen_h8x2_d64_bf16_causal_m128n64_w4s3c2",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=1,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=False,
+        symbol="varlen_h8x2_d64_bf16_causal_m32n32_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
+    ),
+    VarlenRow(
+        index=2,
+        arch="sm_90",
+        layer="local",
+        query_heads=4,
+        kv_heads=4,
+        aligned=True,
+        symbol="varlen_h4x4_d64x32_bf16_bidirectional_m128n64_w4s3c2",
+        reason="every pointer and stride is aligned",
+    ),
+    VarlenRow(
+        index=3,
+        arch="sm_90",
+        layer="local",
+        query_heads=4,
+        kv_heads=4,
+        aligned=False,
+        symbol="varlen_h4x4_d64x32_bf16_bidirectional_m32n32_w4s1c2_unaligned",
+        reason="a pointer or stride is not aligned",
     ),
 )

@@ -19,7 +19,8 @@ KV_HEADS: tl.constexpr = tl.constexpr(16)  # key/value heads of this rank
 GROUP: tl.constexpr = tl.constexpr(1)  # query heads that share one key/value head
 QK_DIM: tl.constexpr = tl.constexpr(192)  # head size of queries and keys
 V_DIM: tl.constexpr = tl.constexpr(128)  # head size of values and outputs
-BLOCK_QK: tl.constexpr = tl.constexpr(256)  # QK_DIM rounded up to a tile
+BLOCK_QK: tl.constexpr = tl.constexpr(128)  # the leading elements of QK_DIM: one tile
+BLOCK_QK_TAIL: tl.constexpr = tl.constexpr(64)  # the rest of QK_DIM, rounded up to a tile
 BLOCK_V: tl.constexpr = tl.constexpr(128)  # V_DIM rounded up to a tile
 PAGE_SIZE: tl.constexpr = tl.constexpr(16)  # keys per page; independent of TILE_N
 SCALE_LOG2E: tl.constexpr = tl.constexpr(0.10411754627697264)  # softmax scale x log2(e): the softmax runs in base 2
@@ -37,6 +38,7 @@ def _attend_tile(
     row_max,
     row_sum,
     q,
+    q_tail,
     positions,
     first_key,
     kv_len,
@@ -50,6 +52,7 @@ def _attend_tile(
     MASKED: tl.constexpr,
 ):
     qk_dims = tl.arange(0, BLOCK_QK)  # [BLOCK_QK]
+    qk_dims_tail = BLOCK_QK + tl.arange(0, BLOCK_QK_TAIL)  # [BLOCK_QK_TAIL]
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     keys = first_key + tl.arange(0, TILE_N)  # [TILE_N] key positions in the sequence
     if MASKED:
@@ -63,12 +66,18 @@ def _attend_tile(
     k_rows = pages * k_stride_page + slots * k_stride_slot  # [TILE_N]
     v_rows = pages * v_stride_page + slots * v_stride_slot  # [TILE_N]
     k_ptrs = k_ptr + k_rows[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
+    k_ptrs_tail = k_ptr + k_rows[None, :] + qk_dims_tail[:, None]  # [BLOCK_QK_TAIL, TILE_N]
     v_ptrs = v_ptr + v_rows[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
     if MASKED:
-        k = tl.load(k_ptrs, mask=present[None, :] & (qk_dims < QK_DIM)[:, None], other=0.0)
+        k = tl.load(k_ptrs, mask=present[None, :], other=0.0)
     else:
-        k = tl.load(k_ptrs, mask=(qk_dims < QK_DIM)[:, None], other=0.0)
+        k = tl.load(k_ptrs)
+    if MASKED:
+        k_tail = tl.load(k_ptrs_tail, mask=present[None, :], other=0.0)
+    else:
+        k_tail = tl.load(k_ptrs_tail)
     scores = tl.dot(q, k)  # [BLOCK_M, TILE_N] f32, not yet scaled
+    scores = tl.dot(q_tail, k_tail, scores)
     if MASKED:
         visible = keys[None, :] <= positions[:, None]  # [BLOCK_M, TILE_N]
         visible = present[None, :] & visible
@@ -170,11 +179,17 @@ def prefill_h16x16_d192x128_p16_bf16_causal_q1_m32n16_w8s1c1_unaligned(
         heads = kv_head * GROUP + rows % GROUP  # [BLOCK_M]
         positions = kv_len - query_len + rows // GROUP  # [BLOCK_M] where the row sits among the keys
         qk_dims = tl.arange(0, BLOCK_QK)  # [BLOCK_QK]
+        qk_dims_tail = BLOCK_QK + tl.arange(0, BLOCK_QK_TAIL)  # [BLOCK_QK_TAIL]
         q = tl.load(
             q_ptr + (tokens * q_stride_token + heads * q_stride_head)[:, None] + qk_dims[None, :],
-            mask=row_live[:, None] & (qk_dims < QK_DIM)[None, :],
+            mask=row_live[:, None],
             other=0.0,
         )  # [BLOCK_M, BLOCK_QK]
+        q_tail = tl.load(
+            q_ptr + (tokens * q_stride_token + heads * q_stride_head)[:, None] + qk_dims_tail[None, :],
+            mask=row_live[:, None],
+            other=0.0,
+        )  # [BLOCK_M, BLOCK_QK_TAIL]
 
         acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -192,6 +207,7 @@ def prefill_h16x16_d192x128_p16_bf16_causal_q1_m32n16_w8s1c1_unaligned(
                 row_max,
                 row_sum,
                 q,
+                q_tail,
                 positions,
                 key_tile * TILE_N,
                 kv_len,
@@ -211,6 +227,7 @@ def prefill_h16x16_d192x128_p16_bf16_causal_q1_m32n16_w8s1c1_unaligned(
                 row_max,
                 row_sum,
                 q,
+                q_tail,
                 positions,
                 key_tile * TILE_N,
                 kv_len,

@@ -20,7 +20,8 @@ GROUP: tl.constexpr = tl.constexpr(3)  # query heads that share one key/value he
 QK_DIM: tl.constexpr = tl.constexpr(64)  # head size of queries and keys
 V_DIM: tl.constexpr = tl.constexpr(40)  # head size of values and outputs
 BLOCK_QK: tl.constexpr = tl.constexpr(64)  # QK_DIM rounded up to a tile
-BLOCK_V: tl.constexpr = tl.constexpr(64)  # V_DIM rounded up to a tile
+BLOCK_V: tl.constexpr = tl.constexpr(32)  # the leading elements of V_DIM: one tile
+BLOCK_V_TAIL: tl.constexpr = tl.constexpr(16)  # the rest of V_DIM, rounded up to a tile
 PAGE_SIZE: tl.constexpr = tl.constexpr(16)  # keys per page; independent of TILE_N
 SCALE_LOG2E: tl.constexpr = tl.constexpr(0.18033688011112042)  # softmax scale x log2(e): the softmax runs in base 2
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)  # back to the natural logarithm for lse
@@ -34,6 +35,7 @@ MIN_QUERY_LEN: tl.constexpr = tl.constexpr(2)  # shorter sequences belong to dec
 @triton.jit
 def _attend_tile(
     acc,
+    acc_tail,
     row_max,
     row_sum,
     q,
@@ -51,6 +53,7 @@ def _attend_tile(
 ):
     qk_dims = tl.arange(0, BLOCK_QK)  # [BLOCK_QK]
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    v_dims_tail = BLOCK_V + tl.arange(0, BLOCK_V_TAIL)  # [BLOCK_V_TAIL]
     keys = first_key + tl.arange(0, TILE_N)  # [TILE_N] key positions in the sequence
     if MASKED:
         # Nothing behind the sequence is read (page ids least of all), and nothing hidden reaches the sums: V is
@@ -64,6 +67,7 @@ def _attend_tile(
     v_rows = pages * v_stride_page + slots * v_stride_slot  # [TILE_N]
     k_ptrs = k_ptr + k_rows[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
     v_ptrs = v_ptr + v_rows[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
+    v_ptrs_tail = v_ptr + v_rows[:, None] + v_dims_tail[None, :]  # [TILE_N, BLOCK_V_TAIL]
     if MASKED:
         k = tl.load(k_ptrs, mask=present[None, :], other=0.0)
     else:
@@ -85,25 +89,49 @@ def _attend_tile(
     row_sum = row_sum * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
     if MASKED:
-        values = tl.load(v_ptrs, mask=present[:, None] & (v_dims < V_DIM)[None, :], other=0.0)
+        values = tl.load(v_ptrs, mask=present[:, None], other=0.0)
     else:
-        values = tl.load(v_ptrs, mask=(v_dims < V_DIM)[None, :], other=0.0)
+        values = tl.load(v_ptrs)
     acc = tl.dot(weights.to(values.dtype), values, acc)  # [BLOCK_M, BLOCK_V] f32
-    return acc, new_max, row_sum
+    acc_tail = acc_tail * decay[:, None]
+    if MASKED:
+        values_tail = tl.load(v_ptrs_tail, mask=present[:, None] & (v_dims_tail < V_DIM)[None, :], other=0.0)
+    else:
+        values_tail = tl.load(v_ptrs_tail, mask=(v_dims_tail < V_DIM)[None, :], other=0.0)
+    acc_tail = tl.dot(weights.to(values_tail.dtype), values_tail, acc_tail)  # [BLOCK_M, BLOCK_V_TAIL] f32
+    return acc, acc_tail, new_max, row_sum
 
 
 @triton.jit
 def _store_rows(
-    acc, row_max, row_sum, tokens, heads, row_live, out_ptr, out_stride_token, out_stride_head, lse_ptr, store_lse
+    acc,
+    acc_tail,
+    row_max,
+    row_sum,
+    tokens,
+    heads,
+    row_live,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    store_lse,
 ):
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    v_dims_tail = BLOCK_V + tl.arange(0, BLOCK_V_TAIL)  # [BLOCK_V_TAIL]
     empty = row_sum == 0.0  # [BLOCK_M]
     divisor = tl.where(empty, 1.0, row_sum)  # [BLOCK_M]
     out = acc / divisor[:, None]  # [BLOCK_M, BLOCK_V]
     tl.store(
         out_ptr + (tokens * out_stride_token + heads * out_stride_head)[:, None] + v_dims[None, :],
         out.to(out_ptr.dtype.element_ty),
-        mask=row_live[:, None] & (v_dims < V_DIM)[None, :],
+        mask=row_live[:, None],
+    )
+    out_tail = acc_tail / divisor[:, None]  # [BLOCK_M, BLOCK_V_TAIL]
+    tl.store(
+        out_ptr + (tokens * out_stride_token + heads * out_stride_head)[:, None] + v_dims_tail[None, :],
+        out_tail.to(out_ptr.dtype.element_ty),
+        mask=row_live[:, None] & (v_dims_tail < V_DIM)[None, :],
     )
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(divisor)) * LN2)  # [BLOCK_M]
     tl.store(lse_ptr + tokens * QUERY_HEADS + heads, lse, mask=row_live & (store_lse != 0))
@@ -177,6 +205,7 @@ def prefill_h9x3_d64x40_p16_bf16_causal_q1_m128n64_w4s3c2(
         )  # [BLOCK_M, BLOCK_QK]
 
         acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+        acc_tail = tl.zeros([BLOCK_M, BLOCK_V_TAIL], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
@@ -187,8 +216,9 @@ def prefill_h9x3_d64x40_p16_bf16_causal_q1_m128n64_w4s3c2(
         right = tl.maximum(last_position + 1, 0)
         full_end = tl.maximum(tl.minimum(kv_len, first_position + 1), 0) // TILE_N
         for key_tile in tl.range(0, full_end, num_stages=NUM_STAGES):
-            acc, row_max, row_sum = _attend_tile(
+            acc, acc_tail, row_max, row_sum = _attend_tile(
                 acc,
+                acc_tail,
                 row_max,
                 row_sum,
                 q,
@@ -206,8 +236,9 @@ def prefill_h9x3_d64x40_p16_bf16_causal_q1_m128n64_w4s3c2(
             )
 
         for key_tile in tl.range(full_end, tl.cdiv(right, TILE_N), num_stages=NUM_STAGES):
-            acc, row_max, row_sum = _attend_tile(
+            acc, acc_tail, row_max, row_sum = _attend_tile(
                 acc,
+                acc_tail,
                 row_max,
                 row_sum,
                 q,
@@ -226,6 +257,7 @@ def prefill_h9x3_d64x40_p16_bf16_causal_q1_m128n64_w4s3c2(
 
         _store_rows(
             acc,
+            acc_tail,
             row_max,
             row_sum,
             tokens,

@@ -19,14 +19,16 @@ KV_HEADS: tl.constexpr = tl.constexpr(16)  # key/value heads of this rank
 GROUP: tl.constexpr = tl.constexpr(1)  # query heads that share one key/value head
 QK_DIM: tl.constexpr = tl.constexpr(80)  # head size of queries and keys
 V_DIM: tl.constexpr = tl.constexpr(80)  # head size of values and outputs
-BLOCK_QK: tl.constexpr = tl.constexpr(128)  # QK_DIM rounded up to a tile
-BLOCK_V: tl.constexpr = tl.constexpr(128)  # V_DIM rounded up to a tile
+BLOCK_QK: tl.constexpr = tl.constexpr(64)  # the leading elements of QK_DIM: one tile
+BLOCK_QK_TAIL: tl.constexpr = tl.constexpr(16)  # the rest of QK_DIM, rounded up to a tile
+BLOCK_V: tl.constexpr = tl.constexpr(64)  # the leading elements of V_DIM: one tile
+BLOCK_V_TAIL: tl.constexpr = tl.constexpr(16)  # the rest of V_DIM, rounded up to a tile
 PAGE_SIZE: tl.constexpr = tl.constexpr(8)  # keys per page; independent of TILE_N
 SCALE_LOG2E: tl.constexpr = tl.constexpr(0.16129820911147805)  # softmax scale x log2(e): the softmax runs in base 2
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)  # back to the natural logarithm for lse
 MAX_SEQS: tl.constexpr = tl.constexpr(8)  # sequences a launch can plan, limits.max_seqs rounded up
 BLOCK_M: tl.constexpr = tl.constexpr(16)  # query rows of a tile: token x head of the group
-TILE_N: tl.constexpr = tl.constexpr(32)  # keys of a tile
+TILE_N: tl.constexpr = tl.constexpr(64)  # keys of a tile
 NUM_STAGES: tl.constexpr = tl.constexpr(3)  # key/value tiles in flight
 MAX_QUERY_LEN: tl.constexpr = tl.constexpr(1)  # longer sequences belong to prefill
 
@@ -34,9 +36,11 @@ MAX_QUERY_LEN: tl.constexpr = tl.constexpr(1)  # longer sequences belong to pref
 @triton.jit
 def _attend_tile(
     acc,
+    acc_tail,
     row_max,
     row_sum,
     q,
+    q_tail,
     first_key,
     kv_len,
     page_ids_ptr,
@@ -48,7 +52,9 @@ def _attend_tile(
     v_stride_slot,
 ):
     qk_dims = tl.arange(0, BLOCK_QK)  # [BLOCK_QK]
+    qk_dims_tail = BLOCK_QK + tl.arange(0, BLOCK_QK_TAIL)  # [BLOCK_QK_TAIL]
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    v_dims_tail = BLOCK_V + tl.arange(0, BLOCK_V_TAIL)  # [BLOCK_V_TAIL]
     keys = first_key + tl.arange(0, TILE_N)  # [TILE_N] key positions in the sequence
     # Nothing behind the sequence is read (page ids least of all), and nothing hidden reaches the sums: V is
     # zero-filled because 0 x NaN is NaN, and a hidden score is replaced, not added to.
@@ -58,9 +64,13 @@ def _attend_tile(
     k_rows = pages * k_stride_page + slots * k_stride_slot  # [TILE_N]
     v_rows = pages * v_stride_page + slots * v_stride_slot  # [TILE_N]
     k_ptrs = k_ptr + k_rows[None, :] + qk_dims[:, None]  # [BLOCK_QK, TILE_N]
+    k_ptrs_tail = k_ptr + k_rows[None, :] + qk_dims_tail[:, None]  # [BLOCK_QK_TAIL, TILE_N]
     v_ptrs = v_ptr + v_rows[:, None] + v_dims[None, :]  # [TILE_N, BLOCK_V]
-    k = tl.load(k_ptrs, mask=present[None, :] & (qk_dims < QK_DIM)[:, None], other=0.0)
+    v_ptrs_tail = v_ptr + v_rows[:, None] + v_dims_tail[None, :]  # [TILE_N, BLOCK_V_TAIL]
+    k = tl.load(k_ptrs, mask=present[None, :], other=0.0)
+    k_tail = tl.load(k_ptrs_tail, mask=present[None, :], other=0.0)
     scores = tl.dot(q, k)  # [BLOCK_M, TILE_N] f32, not yet scaled
+    scores = tl.dot(q_tail, k_tail, scores)
     visible = present[None, :]
     scores = tl.where(visible, scores, float("-inf"))
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
@@ -71,30 +81,51 @@ def _attend_tile(
     decay = tl.exp2(row_max - shift)  # [BLOCK_M]
     row_sum = row_sum * decay + tl.sum(weights, 1)
     acc = acc * decay[:, None]
-    values = tl.load(v_ptrs, mask=present[:, None] & (v_dims < V_DIM)[None, :], other=0.0)
+    values = tl.load(v_ptrs, mask=present[:, None], other=0.0)
     acc = tl.dot(weights.to(values.dtype), values, acc)  # [BLOCK_M, BLOCK_V] f32
-    return acc, new_max, row_sum
+    acc_tail = acc_tail * decay[:, None]
+    values_tail = tl.load(v_ptrs_tail, mask=present[:, None], other=0.0)
+    acc_tail = tl.dot(weights.to(values_tail.dtype), values_tail, acc_tail)  # [BLOCK_M, BLOCK_V_TAIL] f32
+    return acc, acc_tail, new_max, row_sum
 
 
 @triton.jit
 def _store_rows(
-    acc, row_max, row_sum, tokens, heads, row_live, out_ptr, out_stride_token, out_stride_head, lse_ptr, store_lse
+    acc,
+    acc_tail,
+    row_max,
+    row_sum,
+    tokens,
+    heads,
+    row_live,
+    out_ptr,
+    out_stride_token,
+    out_stride_head,
+    lse_ptr,
+    store_lse,
 ):
     v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    v_dims_tail = BLOCK_V + tl.arange(0, BLOCK_V_TAIL)  # [BLOCK_V_TAIL]
     empty = row_sum == 0.0  # [BLOCK_M]
     divisor = tl.where(empty, 1.0, row_sum)  # [BLOCK_M]
     out = acc / divisor[:, None]  # [BLOCK_M, BLOCK_V]
     tl.store(
         out_ptr + (tokens * out_stride_token + heads * out_stride_head)[:, None] + v_dims[None, :],
         out.to(out_ptr.dtype.element_ty),
-        mask=row_live[:, None] & (v_dims < V_DIM)[None, :],
+        mask=row_live[:, None],
+    )
+    out_tail = acc_tail / divisor[:, None]  # [BLOCK_M, BLOCK_V_TAIL]
+    tl.store(
+        out_ptr + (tokens * out_stride_token + heads * out_stride_head)[:, None] + v_dims_tail[None, :],
+        out_tail.to(out_ptr.dtype.element_ty),
+        mask=row_live[:, None],
     )
     lse = tl.where(empty, float("-inf"), (row_max + tl.log2(divisor)) * LN2)  # [BLOCK_M]
     tl.store(lse_ptr + tokens * QUERY_HEADS + heads, lse, mask=row_live & (store_lse != 0))
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_pages", "store_lse", "block_table_stride"])
-def decode_h16x16_d80_p8_bf16_bidirectional_q1_m16n32_w4s3c2(
+def decode_h16x16_d80_p8_bf16_bidirectional_q1_m16n64_w4s3c2(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
@@ -170,22 +201,31 @@ def decode_h16x16_d80_p8_bf16_bidirectional_q1_m16n32_w4s3c2(
         tokens = (q_start + rows // GROUP).to(tl.int64)  # [BLOCK_M] index into q and out
         heads = kv_head * GROUP + rows % GROUP  # [BLOCK_M]
         qk_dims = tl.arange(0, BLOCK_QK)  # [BLOCK_QK]
+        qk_dims_tail = BLOCK_QK + tl.arange(0, BLOCK_QK_TAIL)  # [BLOCK_QK_TAIL]
         q = tl.load(
             q_ptr + (tokens * q_stride_token + heads * q_stride_head)[:, None] + qk_dims[None, :],
-            mask=row_live[:, None] & (qk_dims < QK_DIM)[None, :],
+            mask=row_live[:, None],
             other=0.0,
         )  # [BLOCK_M, BLOCK_QK]
+        q_tail = tl.load(
+            q_ptr + (tokens * q_stride_token + heads * q_stride_head)[:, None] + qk_dims_tail[None, :],
+            mask=row_live[:, None],
+            other=0.0,
+        )  # [BLOCK_M, BLOCK_QK_TAIL]
 
         acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+        acc_tail = tl.zeros([BLOCK_M, BLOCK_V_TAIL], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
         for key_tile in tl.range(first_tile, last_tile, num_stages=NUM_STAGES):
-            acc, row_max, row_sum = _attend_tile(
+            acc, acc_tail, row_max, row_sum = _attend_tile(
                 acc,
+                acc_tail,
                 row_max,
                 row_sum,
                 q,
+                q_tail,
                 key_tile * TILE_N,
                 kv_len,
                 page_ids_ptr,
@@ -202,6 +242,7 @@ def decode_h16x16_d80_p8_bf16_bidirectional_q1_m16n32_w4s3c2(
         if first_program == last_program:
             _store_rows(
                 acc,
+                acc_tail,
                 row_max,
                 row_sum,
                 tokens,
@@ -218,9 +259,16 @@ def decode_h16x16_d80_p8_bf16_bidirectional_q1_m16n32_w4s3c2(
             # A program has at most two partial items: slot 0 begins at its first tile, slot 1 later.
             block_rows = tl.arange(0, BLOCK_M)  # [BLOCK_M]
             v_dims = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+            v_dims_tail = BLOCK_V + tl.arange(0, BLOCK_V_TAIL)  # [BLOCK_V_TAIL]
             slot = program * 2 + (tile != start).to(tl.int32)
-            acc_offsets = block_rows[:, None] * BLOCK_V + v_dims[None, :]  # [BLOCK_M, BLOCK_V]
-            tl.store(partial_acc_ptr + slot.to(tl.int64) * (BLOCK_M * BLOCK_V) + acc_offsets, acc)
+            acc_offsets = block_rows[:, None] * (BLOCK_V + BLOCK_V_TAIL) + v_dims[None, :]  # [BLOCK_M, BLOCK_V]
+            tl.store(partial_acc_ptr + slot.to(tl.int64) * (BLOCK_M * (BLOCK_V + BLOCK_V_TAIL)) + acc_offsets, acc)
+            acc_offsets_tail = (
+                block_rows[:, None] * (BLOCK_V + BLOCK_V_TAIL) + v_dims_tail[None, :]
+            )  # [BLOCK_M, BLOCK_V_TAIL]
+            tl.store(
+                partial_acc_ptr + slot.to(tl.int64) * (BLOCK_M * (BLOCK_V + BLOCK_V_TAIL)) + acc_offsets_tail, acc_tail
+            )
             tl.store(partial_ml_ptr + slot * (2 * BLOCK_M) + block_rows, row_max)
             tl.store(partial_ml_ptr + slot * (2 * BLOCK_M) + BLOCK_M + block_rows, row_sum)
             # The stores of all threads come before the release of the one that counts.
@@ -228,6 +276,7 @@ def decode_h16x16_d80_p8_bf16_bidirectional_q1_m16n32_w4s3c2(
             arrived = tl.atomic_add(counters_ptr + first_program, 1, sem="acq_rel", scope="gpu")
             if arrived == last_program - first_program:
                 acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+                acc_tail = tl.zeros([BLOCK_M, BLOCK_V_TAIL], dtype=tl.float32)
                 row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
                 row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
 
@@ -241,17 +290,24 @@ def decode_h16x16_d80_p8_bf16_bidirectional_q1_m16n32_w4s3c2(
                         partial_ml_ptr + slot * (2 * BLOCK_M) + BLOCK_M + block_rows, cache_modifier=".cg"
                     )
                     part_acc = tl.load(
-                        partial_acc_ptr + slot.to(tl.int64) * (BLOCK_M * BLOCK_V) + acc_offsets, cache_modifier=".cg"
+                        partial_acc_ptr + slot.to(tl.int64) * (BLOCK_M * (BLOCK_V + BLOCK_V_TAIL)) + acc_offsets,
+                        cache_modifier=".cg",
                     )  # [BLOCK_M, BLOCK_V]
+                    part_acc_tail = tl.load(
+                        partial_acc_ptr + slot.to(tl.int64) * (BLOCK_M * (BLOCK_V + BLOCK_V_TAIL)) + acc_offsets_tail,
+                        cache_modifier=".cg",
+                    )  # [BLOCK_M, BLOCK_V_TAIL]
                     new_max = tl.maximum(row_max, part_max)
                     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
                     decay = tl.exp2(row_max - shift)
                     gain = tl.exp2(part_max - shift)
                     acc = acc * decay[:, None] + part_acc * gain[:, None]
+                    acc_tail = acc_tail * decay[:, None] + part_acc_tail * gain[:, None]
                     row_sum = row_sum * decay + part_sum * gain
                     row_max = new_max
                 _store_rows(
                     acc,
+                    acc_tail,
                     row_max,
                     row_sum,
                     tokens,

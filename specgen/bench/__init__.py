@@ -1,0 +1,1 @@
+"""Measuring attention, for `specgen bench` and `specgen tune`: workloads, timing, peers, reports."""

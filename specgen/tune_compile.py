@@ -1,0 +1,260 @@
+"""The compile stage of `specgen tune`: a spec -> bundles of every candidate kernel. Needs no GPU; prints nothing.
+
+Composes the stages of pipeline.py for kernels that no dispatch table names yet.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+
+from specgen import pipeline
+from specgen.aot import Outcome, compile_each
+from specgen.artifact import Artifact
+from specgen.binary import Binary, Failed, Refused
+from specgen.cache import Cache
+from specgen.errors import SpecgenError
+from specgen.expand import Expansion, Use, decode_query_lens, expand, geometries
+from specgen.explanations import near
+from specgen.load import Loaded, load
+from specgen.manifest import layer_fields
+from specgen.plan import RUNTIME, kernel_artifact, plan
+from specgen.render import render
+from specgen.spec import Spec
+from specgen.target import Target, load_targets
+from specgen.toolchain import ptxas_versions, triton_version
+from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, to_json, tuning_folder
+from specgen.tuning.grid import STEP, grid
+from specgen.tuning.records import Launch, kernel_digest
+from specgen.tuning.space import families, sample, space
+from specgen.variant import Geometry, Variant
+from specgen.wheel import build_launcher
+from specgen.write import write_tree
+
+Report = Callable[[str, int, int], None]  # what is done, how many are done, of how many
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What goes into a bundle. targets: ids of the spec's, empty is all. only: globs of kernel names, empty is all.
+
+    most: candidates per geometry, family and query bound, None is all; max_registers as in `space`; step of the grid of batches.
+    binaries: False for sources alone, which Triton's interpreter runs.
+    """
+
+    targets: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    most: int | None = None
+    max_registers: tuple[int, ...] = ()
+    step: int = STEP
+    seed: int = 0
+    binaries: bool = True
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A candidate before its compile: for which layer and degree, its module as rendered, the digest of its source."""
+
+    use: Use
+    role: str
+    module: Artifact
+    digest: str
+
+    @property
+    def symbol(self) -> str:
+        return self.use.variant.symbol
+
+    @cached_property
+    def code(self) -> tuple:
+        """Equal for kernels that differ in their name alone: how often a multiprocessor holds one is a fact of the launch."""
+        config = replace(self.use.variant.config, ctas_per_multiprocessor=0)
+        source = self.module.content.decode().split('"""', 2)[2]
+        return source.replace(self.symbol, "kernel"), config, self.use.variant.signature, self.use.variant.divisibility
+
+    def candidate(self, outcome: Outcome | None) -> Candidate:
+        """With what became of its compile; None: it was not compiled, and may be tried."""
+        v = self.use.variant
+        status = "compile" if isinstance(outcome, Failed) else "budget" if isinstance(outcome, Refused) else "ok"
+        detail = "" if status == "ok" else outcome.reason
+        return Candidate(self.role, Launch(v.family, v.config), v.max_query_len, v.symbol, self.digest, status, detail)
+
+
+def make_bundles(
+    path: Path,
+    build_dir: Path,
+    choice: Choice = Choice(),
+    *,
+    cache: Cache | None = None,
+    workers: int | None = None,
+    report: Report = lambda what, done, total: None,
+    warn: Callable[[str], None] | None = None,
+) -> list[Bundle]:
+    """Compile the candidates of a spec, one bundle for each architecture, in `build_dir`/<spec>/tuning/<arch>.
+
+    A candidate that does not compile or is over a budget is in the bundle with that status; one that a multiprocessor does not
+    hold as often as it asks for is left out. SpecError for mistakes in the spec, SpecgenError where nothing is left to try.
+    """
+    loaded = load(path)
+    pipeline.refuse_illegal(loaded)
+    return [
+        _make_bundle(loaded, arch, targets, build_dir, choice, cache, workers, report, warn)
+        for arch, targets in _archs(loaded.spec, choice.targets).items()
+    ]
+
+
+def _archs(spec: Spec, chosen: Iterable[str]) -> dict[str, list[Target]]:
+    """The spec's targets by arch, all of an arch where one is chosen: they share a table."""
+    known = load_targets()
+    for name in chosen:
+        if name not in spec.targets:
+            hint = near(name, spec.targets) or f"its targets: {', '.join(spec.targets)}"
+            raise SpecgenError(f"--target {name}: no target of {spec.name}; {hint}")
+    wanted = {known[name].arch for name in chosen or spec.targets}
+    found: dict[str, list[Target]] = {}
+    for name in spec.targets:
+        if known[name].arch in wanted:
+            found.setdefault(known[name].arch, []).append(known[name])
+    return found
+
+
+def _make_bundle(loaded: Loaded, arch: str, targets, build_dir: Path, choice: Choice, cache, workers, report, warn) -> Bundle:
+    spec = loaded.spec
+    kernels = _few_codes(_kernels(loaded, arch, targets, choice), choice)
+    outcomes = _compiled(loaded, kernels, cache, workers, report) if choice.binaries else {}
+    kernels = _sampled([kernel for kernel in kernels if _fits(kernel, outcomes.get(kernel.symbol))], outcomes, choice)
+    groups: dict[Geometry, Group] = {}
+    good = []
+    for number, kernel in enumerate(kernels):
+        shape, candidate = kernel.use.variant.geometry, kernel.candidate(outcomes.get(kernel.symbol))
+        group = groups.get(shape) or Group(shape, _layer(spec, kernel.use), ())
+        groups[shape] = replace(group, candidates=(*group.candidates, candidate))
+        if candidate.status == "ok":
+            good.append(replace(kernel, module=pipeline.formatted(kernel.module, cache)))
+        report(f"generating for {arch}", number + 1, len(kernels))
+    package = _package(loaded, good, _skeleton(loaded, cache))
+    binaries = {(kernel.symbol, arch): outcomes[kernel.symbol] for kernel in good if choice.binaries}
+    launcher = build_launcher(RUNTIME, cache=cache, warn=warn) if choice.binaries else None
+    bundle = Bundle(
+        folder=tuning_folder(build_dir, spec.name) / arch,
+        package=package.package,
+        spec=spec.name,
+        spec_sha256=spec.digest,
+        arch=arch,
+        triton=triton_version(),
+        ptxas=ptxas_versions([arch]),
+        aligned=True,
+        query_lens=decode_query_lens(spec),
+        groups=tuple(groups.values()),
+        workloads=tuple(workload.name for workload in grid(spec.limits.model_dump(), choice.step)),
+    )
+    files = pipeline.package_files(package, binaries, launcher)
+    _write(bundle, {f"{bundle.package}/{name}": content for name, content in files.items()} | {FILE: to_json(bundle)})
+    return bundle
+
+
+def _kernels(loaded: Loaded, arch: str, targets: Sequence[Target], choice: Choice) -> list[_Kernel]:
+    """Every candidate for one arch. SpecgenError if there is none."""
+    found = []
+    for shape, (layer, degree) in geometries(loaded.spec).items():
+        for role, variant in _candidates(loaded.spec, shape, targets, choice):
+            module = render(kernel_artifact(variant), loaded)
+            found.append(_Kernel(Use(arch, layer, degree, variant), role, module, kernel_digest(module.content.decode())))
+    if not found:
+        asked = f" named {' or '.join(choice.only)}" if choice.only else ""
+        raise SpecgenError(f"{loaded.spec.name}: no kernel{asked} can be tried on {arch}")
+    return found
+
+
+def _compiled(loaded: Loaded, kernels: Sequence[_Kernel], cache, workers, report: Report) -> dict[str, Outcome]:
+    """What became of the compile of each, by symbol. Kernels of the same code share one binary, under the first's name."""
+    first: dict[tuple, _Kernel] = {}
+    for kernel in kernels:
+        first.setdefault(kernel.code, kernel)
+    compiled = [replace(kernel, module=pipeline.formatted(kernel.module, cache)) for kernel in first.values()]
+    jobs = pipeline.jobs(_package(loaded, compiled))
+    tell = lambda done, total, symbol, arch: report(f"compiling for {arch}", done, total)  # noqa: E731
+    outcomes = {job: found for (job, _), found in compile_each(jobs, workers=workers, progress=tell, cache=cache).items()}
+    return {kernel.symbol: outcomes[first[kernel.code].symbol] for kernel in kernels}
+
+
+def _fits(kernel: _Kernel, outcome: Outcome | None) -> bool:
+    """Whether a multiprocessor holds the kernel as often as its launch supposes."""
+    return not isinstance(outcome, Binary) or outcome.occupancy >= kernel.use.variant.config.ctas_per_multiprocessor
+
+
+def _few_codes(kernels: Sequence[_Kernel], choice: Choice) -> list[_Kernel]:
+    """Those of at most twice `choice.most` codes of a part: some will not fit, and compiling is what takes the time."""
+    if choice.most is None:
+        return list(kernels)
+    kept = set()
+    for part in _parts(kernels):
+        kept |= set(sample(list(dict.fromkeys(kernel.code for kernel in part)), 2 * choice.most, choice.seed))
+    return [kernel for kernel in kernels if kernel.code in kept]
+
+
+def _sampled(kernels: Sequence[_Kernel], outcomes: Mapping[str, Outcome], choice: Choice) -> list[_Kernel]:
+    """At most `choice.most` of a part that may be tried, and of those that failed each code once."""
+    failed = [kernel for kernel in kernels if isinstance(outcomes.get(kernel.symbol), Failed | Refused)]
+    names = {kernel.symbol for kernel in failed}
+    found = []
+    for part in _parts([kernel for kernel in kernels if kernel.symbol not in names]):
+        found += sample(part, choice.most, choice.seed)
+    return found + list({kernel.code: kernel for kernel in reversed(failed)}.values())
+
+
+def _parts(kernels: Iterable[_Kernel]) -> list[list[_Kernel]]:
+    """Kernels by geometry, family and query bound."""
+    parts: dict[tuple, list[_Kernel]] = {}
+    for kernel in kernels:
+        v = kernel.use.variant
+        parts.setdefault((v.geometry, v.family, v.max_query_len), []).append(kernel)
+    return list(parts.values())
+
+
+def _package(loaded: Loaded, kernels: Sequence[_Kernel], rest: Sequence[Artifact] = ()) -> pipeline.Generated:
+    """A package of these kernels, each once; `rest`: its other files."""
+    modules = {kernel.module.path: kernel.module for kernel in kernels}
+    expansion = Expansion(tuple(kernel.use for kernel in kernels), (), (), {})
+    return pipeline.Generated(loaded, expansion, (*rest, *modules.values()), stale=0)
+
+
+def _write(bundle: Bundle, files: dict[str, bytes]) -> None:
+    """Replace the bundle's folder; SpecgenError if something lies there that specgen did not write."""
+    folder = bundle.folder
+    if folder.exists() and not (folder / FILE).is_file() and (folder.is_file() or any(folder.iterdir())):
+        raise SpecgenError(f"{folder}: exists and is no bundle that specgen wrote; move it away or build elsewhere")
+    write_tree(files, folder)
+
+
+def _skeleton(loaded: Loaded, cache: Cache | None) -> list[Artifact]:
+    """The package without kernels and tests: runtime, public functions, the untuned dispatch table (trials bring their own)."""
+    parts = [a for a in plan(loaded, expand(loaded.spec, load_targets())) if not a.path.startswith(("kernels/", "tests/"))]
+    return [pipeline.formatted(render(artifact, loaded), cache) for artifact in parts]
+
+
+def _candidates(spec: Spec, shape: Geometry, targets: Sequence[Target], choice: Choice) -> list[tuple[str, Variant]]:
+    """(role, variant) of what may be tried for one geometry."""
+    most = spec.limits.max_spec_tokens
+    bounds = {"decode": decode_query_lens(spec), "prefill": (0, most), "varlen": (None,)}
+    if most >= spec.limits.max_tokens:
+        bounds["prefill"] = ()
+    found = []
+    for role, query_lens in bounds.items():
+        for family in families(role):
+            for max_query_len in query_lens:
+                legal = space(family, shape, targets, spec.limits, max_query_len, choice.max_registers).variants
+                named = [v for v in legal if _named(v.symbol, choice.only)]
+                found += [(role, v) for v in named]
+    return found
+
+
+def _named(symbol: str, globs: Sequence[str]) -> bool:
+    return not globs or any(fnmatchcase(symbol, glob) for glob in globs)
+
+
+def _layer(spec: Spec, use: Use) -> dict:
+    """The manifest's entry of a use's layer, with the head counts of a rank."""
+    entry = next(entry for entry in spec.attention if entry.name == use.layer)
+    g = use.variant.geometry
+    return layer_fields(spec, entry) | {"query_heads": g.query_heads, "kv_heads": g.kv_heads}

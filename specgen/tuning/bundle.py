@@ -1,0 +1,173 @@
+"""What the compile stage of `specgen tune` leaves for the measure stage: a package of every candidate, and trials.json beside it.
+
+    build/<spec>/tuning/<arch>/<package>/     the generated package, its manifest with every candidate that compiled
+    build/<spec>/tuning/<arch>/trials.json    the candidates of each geometry, those that did not compile too; the batches
+
+Reads and writes trials.json alone. Needs no Triton and no GPU; what is in the package is for trial.py.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+from specgen.errors import SpecgenError
+from specgen.tuning.records import Launch
+from specgen.variant import Config, Geometry
+
+FILE = "trials.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kernel: what it is to a schedule, and what became of its compile ("ok", "compile", "budget", with the reason)."""
+
+    role: str  # "decode", "prefill" or "varlen"
+    launch: Launch
+    max_query_len: int | None  # as in Variant
+    symbol: str
+    digest: str
+    status: str = "ok"
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The candidates of one geometry. `layer` is the manifest's entry that tensors are made for, with a rank's heads."""
+
+    geometry: Geometry
+    layer: dict
+    candidates: tuple[Candidate, ...]
+
+    def of(self, role: str, max_query_len: int | None) -> list[Candidate]:
+        """Those of a role that compiled, the product's untuned choice first where it is one of them."""
+        return [c for c in self.candidates if (c.role, c.max_query_len, c.status) == (role, max_query_len, "ok")]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle in a folder: for which spec (name, digest) and arch, compiled by what, with which candidates and batches.
+
+    query_lens: bounds on query rows per sequence that decode candidates were made for, rising; prefill begins above them.
+    """
+
+    folder: Path
+    package: str
+    spec: str
+    spec_sha256: str
+    arch: str
+    triton: str
+    ptxas: str
+    aligned: bool
+    query_lens: tuple[int, ...]
+    groups: tuple[Group, ...]
+    workloads: tuple[str, ...]  # names, as bench/workloads.py spells them
+
+    @cached_property
+    def manifest(self) -> dict:
+        """The package's manifest."""
+        return _read(self.folder / self.package / "manifest.json")
+
+    @cached_property
+    def stamp(self) -> str:
+        """Changes with the bundle's content: a process that loaded another bundle cannot run this one's trials."""
+        return sha256((self.folder / FILE).read_bytes() + json.dumps(self.manifest).encode()).hexdigest()
+
+    @property
+    def summary(self) -> str:
+        """Such as "180 kernels to try, 12 over a budget, 0 that do not compile; 93 batches"."""
+        statuses = [candidate.status for group in self.groups for candidate in group.candidates]
+        words = {"ok": "kernels to try", "budget": "over a budget", "compile": "that do not compile"}
+        counted = ", ".join(f"{statuses.count(status)} {text}" for status, text in words.items())
+        return f"{counted}; {len(self.workloads)} batches"
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The spec's."""
+        return self.manifest["limits"]
+
+    @property
+    def target(self) -> dict:
+        """The manifest's entry of the first GPU of this arch."""
+        return next(target for target in self.manifest["targets"] if target["arch"] == self.arch)
+
+
+def tuning_folder(build_dir: Path, spec: str) -> Path:
+    """Where the bundles and the measurements of a spec (by name) lie; a bundle in a folder named after its arch."""
+    return build_dir / spec / "tuning"
+
+
+def store_in(folder: Path) -> Path:
+    """The file of the measurements in such a folder."""
+    return folder / "measurements.sqlite"
+
+
+def to_json(bundle: Bundle) -> bytes:
+    """The content of trials.json."""
+    fields = {
+        "format": FORMAT,
+        **{name: value for name, value in vars(bundle).items() if name in _PLAIN},
+        "groups": [_group_fields(group) for group in bundle.groups],
+        "workloads": list(bundle.workloads),
+    }
+    return (json.dumps(fields, indent=1) + "\n").encode()
+
+
+_PLAIN = ("package", "spec", "spec_sha256", "arch", "triton", "ptxas", "aligned", "query_lens")
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """The bundle in `folder`. SpecgenError if there is none, or of another format, or it is damaged."""
+    path = folder / FILE
+    if not path.is_file():
+        raise SpecgenError(f"{path}: no such file; needs a bundle, which `specgen tune SPEC --compile-only` makes")
+    fields = _read(path)
+    try:
+        if fields["format"] != FORMAT:
+            raise SpecgenError(f"{path}: format {fields['format']}, this specgen reads {FORMAT}; make the bundle anew")
+        groups = tuple(_group_of(group) for group in fields["groups"])
+        plain = {name: fields[name] for name in _PLAIN}
+        plain["query_lens"] = tuple(plain["query_lens"])
+        return Bundle(folder=folder, groups=groups, workloads=tuple(fields["workloads"]), **plain)
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecgenError(f"{path}: damaged ({error!r}); make the bundle anew") from error
+
+
+def find_bundles(folder: Path) -> list[Bundle]:
+    """The bundle in `folder`, or those in its folders: one per arch. SpecgenError if there is none."""
+    inside = sorted(path.parent for path in folder.glob(f"*/{FILE}"))
+    return [read_bundle(each) for each in inside] or [read_bundle(folder)]
+
+
+def _read(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecgenError(f"{path}: cannot be read ({error}); make the bundle anew") from error
+
+
+def _group_fields(group: Group) -> dict:
+    return {
+        "geometry": asdict(group.geometry),
+        "layer": group.layer,
+        "candidates": [_candidate_fields(candidate) for candidate in group.candidates],
+    }
+
+
+def _candidate_fields(candidate: Candidate) -> dict:
+    config = asdict(candidate.launch.config) | {"options": dict(candidate.launch.config.options)}
+    own = {name: value for name, value in vars(candidate).items() if name != "launch"}
+    return {"family": candidate.launch.family, "config": config, **own}
+
+
+def _group_of(fields: dict) -> Group:
+    return Group(Geometry(**fields["geometry"]), fields["layer"], tuple(map(_candidate_of, fields["candidates"])))
+
+
+def _candidate_of(fields: dict) -> Candidate:
+    own = dict(fields)
+    config = dict(own.pop("config"))
+    config["options"] = tuple(sorted(config["options"].items()))
+    return Candidate(launch=Launch(own.pop("family"), Config(**config)), **own)

@@ -1,0 +1,279 @@
+"""Measurements -> the decision tree of one dispatch group, with its evidence and its regret. Pure; imports the parts of tuning.
+
+The range of query lengths is cut where decode's bounds lie; each part gets a tree of its own over the schedules that are legal
+in all of it. A schedule takes the place of the default only where that makes no measured workload slower beyond noise and
+one of them faster.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import log
+
+from specgen.spec import Limits
+from specgen.target import Target
+from specgen.tuning import evidence
+from specgen.tuning.cover import TOLERANCE, cover
+from specgen.tuning.matrix import Matrix, is_faster, tabulate
+from specgen.tuning.records import Gpu, Measurement, Schedule, attention_part
+from specgen.tuning.regret import Regret, regret
+from specgen.tuning.relatives import alone, nearest
+from specgen.tuning.tree import MAX_LEAVES, Leaf, Split, clip, decide, domain, fit, leaves, merge, replace_leaves
+from specgen.variant import Geometry
+
+# A workload counts once as it was measured, and this much for calls that give no bound on keys.
+UNBOUNDED_WEIGHT = 0.25
+# Slowdown that no workload should pass, and what passing it costs beside its logarithm.
+WORST = 1.20
+_WORST_COST = 1.0
+_WORSE_THAN_DEFAULT = 1000.0
+# The noise-free logarithm breaks ties between schedules that noise does not tell apart.
+_TIE = 0.01
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A leaf: what to launch and why. `measurements` are the ids behind it, none for a default that was not measured."""
+
+    schedule: Schedule
+    evidence: str
+    measurements: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tree of one dispatch group; its leaves are Decisions.
+
+    gpu: whose measurements it is from, None if there were none; source: that GPU's target id. warnings: one for each target
+    that has no measurements of its own. training: regret on the workloads it was fitted to; held_out: on workloads left
+    out of a fit; default: of the default schedules on the same workloads; each None without measurements.
+    """
+
+    tree: object
+    gpu: Gpu | None
+    source: str | None
+    warnings: tuple[str, ...]
+    training: Regret | None
+    held_out: Regret | None
+    default: Regret | None
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The leaves, lowest first."""
+        return tuple(leaves(self.tree))
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The schedules of the leaves, each once."""
+        return tuple(dict.fromkeys(decision.schedule for decision in self.decisions))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A range of query lengths with the default schedule there."""
+
+    low: int
+    high: int
+    default: Schedule
+
+
+def choose(
+    measurements: Iterable[Measurement],
+    *,
+    geometry: Geometry,
+    aligned: bool,
+    targets: Sequence[Target],
+    limits: Limits,
+    defaults: Sequence[tuple[int, Schedule]],
+    known: Mapping[str, Target],
+    fits: Callable[[Schedule], str | None] = lambda schedule: None,
+    held_out: Collection[str] = (),
+    tolerance: float = TOLERANCE,
+    max_leaves: int = MAX_LEAVES,
+) -> Choice:
+    """The tree for a geometry on `targets`, GPUs of one architecture that share a table; the first decides whose data serve.
+
+    measurements: usable ones (current.usable), of any geometry and GPU. defaults: (bound, schedule) by rising bound on query
+    rows per sequence, the last at least limits.max_tokens: what is launched without measurements; each must be legal up to
+    its bound. known: every target, to recognise measured GPUs. fits: the reason why a schedule cannot be used, or None; it also
+    turns away the families of another call, such as varlen. held_out: names of workloads to judge by instead of fitting to;
+    without any, every workload is left out of one of FOLDS fits. max_leaves: for each part of the query lengths. Raises
+    ValueError for defaults that leave a call without a schedule.
+    """
+    parts = _parts(defaults, limits)
+    own = [m for m in measurements if m.setting.geometry == attention_part(geometry) and m.setting.aligned == aligned]
+    relative = nearest(targets[0], {m.setting.gpu for m in own}, known)
+    if relative is None:
+        reason = "default: nothing measured for this geometry on this or a related GPU"
+        tree = _joined(parts, [Decision(part.default, reason) for part in parts])
+        warnings = tuple(alone(target, aligned) for target in targets)
+        return Choice(clip(tree, limits), None, None, warnings, None, None, None)
+    model = _model(relative.gpu)
+    matrix = tabulate(
+        (m for m in own if _model(m.setting.gpu) == model), also=[schedule for _, schedule in defaults]
+    )
+    matrix = _within(matrix, limits, fits, {schedule for _, schedule in defaults})
+    given = {w for w, workload in enumerate(matrix.workloads) if workload.name in held_out}
+    rows = [w for w in range(len(matrix.workloads)) if w not in given]
+    options = (limits, tolerance, max_leaves)
+    tree = _whole(matrix, rows, parts, *options)
+    judged = _on(matrix, sorted(given), tree) if given else _cross_validated(matrix, parts, *options)
+    named = replace_leaves(tree, lambda leaf: _decision(matrix, leaf, relative.gpu.name))
+    defaults_tree = _joined(parts, [Leaf(matrix.schedules.index(part.default), ()) for part in parts])
+    return Choice(
+        clip(named, limits),
+        relative.gpu,
+        relative.name,
+        _warnings(targets, own, relative, known),
+        regret(_on(matrix, rows, tree)),
+        regret(judged),
+        regret(_on(matrix, rows, defaults_tree)),
+    )
+
+
+def replaces(matrix: Matrix, new: int, old: int, workloads: Iterable[int]) -> bool:
+    """Whether schedule `new` may take the place of `old`: no workload gets slower beyond noise, and one gets faster.
+
+    A time that is missing counts against a schedule where the other has one.
+    """
+    gains = False
+    for w in workloads:
+        ours, theirs = matrix.cells[w][new], matrix.cells[w][old]
+        if theirs and (ours is None or is_faster(theirs, ours)):
+            return False
+        gains |= ours is not None and (theirs is None or is_faster(ours, theirs))
+    return gains
+
+
+def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits) -> list[_Part]:
+    parts, low = [], 1
+    for bound, schedule in defaults:
+        if not schedule.legal(bound):
+            raise ValueError(f"default {schedule.label!r} cannot serve {bound} query rows per sequence")
+        if bound < low:
+            raise ValueError(f"defaults: needs rising bounds, got {bound} after {low - 1}")
+        parts.append(_Part(low, bound, schedule))
+        low = bound + 1
+    if low <= limits.max_tokens:
+        raise ValueError(f"defaults: end at {low - 1} query rows per sequence, limits.max_tokens is {limits.max_tokens}")
+    return parts
+
+
+def _joined(parts: Sequence[_Part], trees: Sequence[object]) -> object:
+    """One tree that takes each part's tree in its range."""
+    pairs = list(zip(parts, trees))
+    return reduce(lambda high, pair: Split("query_len", pair[0].high, pair[1], high), reversed(pairs[:-1]), trees[-1])
+
+
+def _model(gpu: Gpu) -> tuple:
+    """What makes two devices one model; the memory that a driver reports varies."""
+    return gpu.name, gpu.arch, gpu.multiprocessors
+
+
+def _within(matrix: Matrix, limits: Limits, fits, defaults: Collection[Schedule]) -> Matrix:
+    """The part of the table that can occur: workloads within the limits, schedules that fit."""
+    _, most = domain(limits)
+    rows = [w for w, workload in enumerate(matrix.workloads) if all(a <= b for a, b in zip(workload.bounds, most))]
+    columns = [s for s, schedule in enumerate(matrix.schedules) if schedule in defaults or fits(schedule) is None]
+    return matrix.only(rows, columns)
+
+
+def _whole(matrix: Matrix, rows: Sequence[int], parts: Sequence[_Part], limits, tolerance, max_leaves) -> object:
+    """The tree over all parts; its leaves are tree.Leaf, columns and points by index in `matrix`."""
+    return _joined(parts, [_fitted(matrix, rows, part, limits, tolerance, max_leaves) for part in parts])
+
+
+def _fitted(matrix: Matrix, rows, part: _Part, limits, tolerance, max_leaves) -> object:
+    default = matrix.schedules.index(part.default)
+    rows = [w for w in rows if part.low <= matrix.workloads[w].bounds.query_len <= part.high]
+    legal = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high)]
+    rows = [w for w in rows if any(matrix.cells[w][s] for s in legal)]
+    if not rows:
+        return Leaf(default, ())
+    table = matrix.only(rows, legal)
+    costs = _costs(table, legal.index(default))
+    columns = _candidates(table, costs, legal.index(default), tolerance)
+    bounds = [workload.bounds for workload in table.workloads]
+    # The same workloads again, as a call looks that gives no bound on keys: they pull, but promise nothing.
+    points = bounds + [each._replace(keys=limits.max_seq_len) for each in bounds]
+    weights = [1.0] * len(rows) + [UNBOUNDED_WEIGHT] * len(rows)
+    unbound = [[loss + _TIE * log(s) for loss, s in zip(*row)] for row in zip(table.losses, table.slowdowns)]
+    charged = [[row[s] for s in columns] for row in (*costs, *unbound)]
+    grown = fit(points, weights, charged, max_leaves=max_leaves)
+
+    def settled(leaf: Leaf) -> Leaf:
+        """The cheapest column that may take the place of the default, over the workloads measured there if there are any."""
+        sums = [sum(weights[i] * charged[i][c] for i in leaf.points) for c in range(len(columns))]
+        measured = [i for i in leaf.points if i < len(rows)]
+        workloads = tuple(sorted({rows[i % len(rows)] for i in measured or leaf.points}))
+        ranked = [legal[columns[c]] for c in sorted(range(len(columns)), key=lambda c: (c != leaf.column, round(sums[c], 9), c))]
+        return Leaf(next(s for s in ranked if s == default or replaces(matrix, s, default, workloads)), workloads)
+
+    return merge(replace_leaves(grown, settled), _same)
+
+
+def _same(low: Leaf, high: Leaf) -> Leaf | None:
+    if low.column != high.column:
+        return None
+    return Leaf(low.column, tuple(sorted({*low.points, *high.points})))
+
+
+def _costs(table: Matrix, default: int) -> list[list[float]]:
+    """[workload][schedule]: the log slowdown beyond noise, and what is not to happen if it can be helped."""
+    costs = []
+    for w, row in enumerate(table.cells):
+        costs.append([])
+        for s, cell in enumerate(row):
+            slowdown = table.slowdowns[w][s]
+            cost = table.losses[w][s] + _TIE * log(slowdown) + _WORST_COST * (slowdown > WORST)
+            if row[default] and (cell is None or is_faster(row[default], cell)):
+                cost += _WORSE_THAN_DEFAULT
+            costs[-1].append(cost)
+    return costs
+
+
+def _candidates(table: Matrix, costs: list[list[float]], default: int, tolerance: float) -> list[int]:
+    """The columns a tree may use: the default, the one that is best over all, and the cover of the workloads."""
+    sums = [round(sum(column), 9) for column in zip(*costs)]
+    return list(dict.fromkeys([default, sums.index(min(sums)), *cover(table, tolerance)]))
+
+
+def _on(matrix: Matrix, rows: Iterable[int], tree: object) -> list[tuple[str, float | None]]:
+    """(workload, slowdown of what the tree launches for it, None if not measured) for rows of `matrix`."""
+    found = []
+    for w in rows:
+        workload = matrix.workloads[w]
+        column = decide(tree, workload.bounds).column
+        found.append((workload.name, matrix.slowdowns[w][column] if matrix.cells[w][column] else None))
+    return found
+
+
+def _cross_validated(matrix: Matrix, parts, limits, tolerance, max_leaves) -> list[tuple[str, float | None]]:
+    """Like `_on` for every workload, each under a tree that was fitted without it."""
+    rows, found = range(len(matrix.workloads)), []
+    folds = min(FOLDS, len(rows))
+    for fold in range(folds):
+        left_out = rows[fold::folds]
+        others = [w for w in rows if w not in left_out]
+        found += _on(matrix, left_out, _whole(matrix, others, parts, limits, tolerance, max_leaves))
+    return found
+
+
+def _decision(matrix: Matrix, leaf: Leaf, gpu: str) -> Decision:
+    schedule = matrix.schedules[leaf.column]
+    cells = [cell for w in leaf.points if (cell := matrix.cells[w][leaf.column])]
+    return Decision(schedule, evidence.text(matrix, leaf.column, leaf.points, gpu), tuple(cell.id for cell in cells))
+
+
+def _warnings(targets: Sequence[Target], own: Sequence[Measurement], relative, known) -> tuple[str, ...]:
+    """One line for each target that the table's measurements are not of."""
+    found = [relative.warning]
+    gpus = {m.setting.gpu for m in own}
+    for target in targets[1:]:
+        theirs = nearest(target, gpus, known)
+        if theirs.warning is None and _model(theirs.gpu) != _model(relative.gpu):
+            found.append(f"{target.id}: shares the table of {targets[0].id}, from measurements of {relative.name}")
+        else:
+            found.append(nearest(target, [relative.gpu], known).warning)
+    return tuple(warning for warning in found if warning)

@@ -1,0 +1,132 @@
+"""What `specgen tune` decides: problems of schedules that compete on batches that they all serve. Pure; imports nouns and the bundle."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import exp, log
+
+from specgen.bench.workloads import Workload
+from specgen.tuning.bundle import Bundle, Candidate, Group
+from specgen.tuning.records import Schedule
+from specgen.tuning.trial import Kernels
+
+OBJECTIVES = ("mean", "best")
+KEPT = 4  # launches of each role that are tried together
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule that competes: the symbols that it launches, and the digests of their kernels, as records have them."""
+
+    schedule: Schedule
+    kernels: Kernels
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Entries that compete on the same batches of one geometry; the first is the product's untuned choice, where it compiled."""
+
+    name: str
+    group: Group
+    entries: tuple[Entry, ...]
+    workloads: tuple[Workload, ...]
+
+
+Times = Mapping[Kernels, Mapping[str, float]]  # by kernels and by the name of a batch, microseconds
+
+
+def single_problems(bundle: Bundle, group: Group, workloads: Sequence[Workload]) -> list[Problem]:
+    """The problems of schedules with one launch: decode by the query rows that it takes, prefill alone, varlen."""
+    found, low = [], 1
+    for high in bundle.query_lens:
+        taken = [w for w in workloads if low <= w.query_len <= high]
+        found.append((f"decode of {_rows(low, high)}", [_entry(c, high) for c in group.of("decode", high)], taken))
+        low = high + 1
+    longer = [w for w in workloads if w.query_len >= low]
+    whole = [w for w in longer if min(rows for rows, _ in w.seqs) >= low]
+    found.append(("prefill", [_entry(c) for c in group.of("prefill", 0)], whole))
+    packed = [w for w in whole if all(rows == keys for rows, keys in w.seqs)]
+    found.append(("varlen", [_entry(c) for c in group.of("varlen", None)], packed))
+    return _posed(group, found)
+
+
+def joint_problem(bundle: Bundle, group: Group, workloads: Sequence[Workload], times: Times) -> list[Problem]:
+    """The problem of batches that have longer sequences than decode takes: decode and prefill together, or prefill alone.
+
+    The launches of a schedule run one after another, so that only the best of each role need meet: by the `times` of the
+    problems above, KEPT of each. None where the bundle lacks a role, or no batch is mixed.
+    """
+    most = bundle.query_lens[-1]
+    decode, alone = group.of("decode", most), group.of("prefill", 0)
+    behind = {c.launch: c for c in group.of("prefill", most)}
+    best = ranked([_entry(c) for c in alone], times)[:KEPT]
+    rows = [c.launch for c in alone[:1]] + [entry.schedule.prefill for entry in best]
+    prefill = [behind[launch] for launch in dict.fromkeys(rows) if launch in behind]
+    kept = {entry.schedule.decode for entry in ranked([_entry(c, most) for c in decode], times)[:KEPT]}
+    chosen = [c for place, c in enumerate(decode) if place == 0 or c.launch in kept]
+    entries = [_pair(d, p, most) for d, p in product(chosen, prefill)]
+    return _posed(group, [("decode and prefill", entries and entries + best, [w for w in workloads if w.query_len > most])])
+
+
+def ranked(entries: Sequence[Entry], times: Times) -> list[Entry]:
+    """Entries with times, the best first: those measured on most batches by their score, then the others.
+
+    Where none has a time: all as they come.
+    """
+    measured = [entry for entry in entries if times.get(entry.kernels)]
+    best = best_times(entries, times)
+    most = max((len(times[entry.kernels]) for entry in measured), default=0)
+
+    def order(entry: Entry) -> tuple[bool, float]:
+        return len(times[entry.kernels]) < most, score(entry, times, best)
+
+    return sorted(measured, key=order) or list(entries)
+
+
+def score(entry: Entry, times: Times, best: Mapping[str, float], objective: str = "mean") -> float | None:
+    """An entry's times over the `best` time of each batch, 1 is best; None without times.
+
+    objective "mean": the geometric mean over its batches; "best": the smallest, for an entry that wins somewhere.
+    """
+    ratios = [time / best[batch] for batch, time in times.get(entry.kernels, {}).items()]
+    if not ratios:
+        return None
+    return min(ratios) if objective == "best" else exp(sum(map(log, ratios)) / len(ratios))
+
+
+def best_times(entries: Iterable[Entry], times: Times) -> dict[str, float]:
+    """The best time of each batch among these entries, microseconds."""
+    best: dict[str, float] = {}
+    for entry in entries:
+        for batch, time in times.get(entry.kernels, {}).items():
+            best[batch] = min(time, best.get(batch, time))
+    return best
+
+
+def _posed(group: Group, parts: Iterable[tuple[str, list[Entry], list[Workload]]]) -> list[Problem]:
+    """Problems of those that have something to decide."""
+    label = f"{group.layer['name']} {group.layer['query_heads']}/{group.layer['kv_heads']}"
+    return [
+        Problem(f"{label}: {name}", group, tuple(entries), tuple(workloads))
+        for name, entries, workloads in parts
+        if entries and workloads
+    ]
+
+
+def _rows(low: int, high: int) -> str:
+    return f"{high} query row{'s' * (high > 1)}" if low == high else f"{low} to {high} query rows"
+
+
+def _entry(candidate: Candidate, max_query_len: int = 0) -> Entry:
+    """One launch: decode of up to `max_query_len` rows, or a family that takes every sequence."""
+    launch, digests = candidate.launch, (candidate.digest,)
+    if candidate.role == "decode":
+        return Entry(Schedule(launch, None, max_query_len), Kernels(decode=candidate.symbol), digests)
+    role = {candidate.role: candidate.symbol}
+    return Entry(Schedule(None, launch, 0), Kernels(**role), digests)
+
+
+def _pair(decode: Candidate, prefill: Candidate, max_query_len: int) -> Entry:
+    schedule = Schedule(decode.launch, prefill.launch, max_query_len)
+    return Entry(schedule, Kernels(decode.symbol, prefill.symbol), (decode.digest, prefill.digest))

@@ -1,0 +1,230 @@
+"""Small axis-aligned trees over what the host knows of a call, its Bounds: fit, read, and their boxes. Pure; imports nouns.
+
+A tree is a Split or a leaf; a leaf is any other object. What a leaf means is the caller's: `fit` makes Leaf objects that name
+a column of its cost table, choose.py puts decisions in their place.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import NamedTuple
+
+from specgen.runtime.table import Bounds
+from specgen.spec import Limits
+
+MAX_LEAVES = 8
+# What one more leaf must save: this much of the mean cost, a log slowdown; 0.002 is 0.2 % of the geometric mean.
+MIN_GAIN = 0.002
+# When a tree has too many leaves, how much dearer they get; from what price on.
+_DEARER = 1.5
+_LEAST_PRICE = 1e-6
+# Bounds of the search, counts and not times so that the same table gives the same tree.
+_MAX_REGIONS = 3000
+_MAX_CUTS = 16
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The cheapest column for some points, by index."""
+
+    column: int
+    points: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where `feature` (a name in Bounds) is at most `threshold` the answer is in `low`, else in `high`."""
+
+    feature: str
+    threshold: int
+    low: object
+    high: object
+
+
+class Box(NamedTuple):
+    """A leaf and where it answers: the lowest and the highest Bounds, inclusive."""
+
+    low: Bounds
+    high: Bounds
+    leaf: object
+
+
+def domain(limits: Limits) -> tuple[Bounds, Bounds]:
+    """The lowest and the highest Bounds of a call within `limits`."""
+    return Bounds(1, 1, 1, 1), Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
+
+
+def decide(tree: object, bounds: Bounds) -> object:
+    """The leaf that answers for `bounds`."""
+    while isinstance(tree, Split):
+        tree = tree.low if getattr(bounds, tree.feature) <= tree.threshold else tree.high
+    return tree
+
+
+def boxes(tree: object, limits: Limits) -> list[Box]:
+    """Every leaf with its region, lowest first: together they cover all Bounds within `limits` exactly once."""
+    return list(_boxes(tree, *domain(limits)))
+
+
+def _boxes(tree: object, low: Bounds, high: Bounds) -> Iterator[Box]:
+    if not isinstance(tree, Split):
+        yield Box(low, high, tree)
+        return
+    bound, least, most = tree.threshold, getattr(low, tree.feature), getattr(high, tree.feature)
+    if least <= bound:
+        yield from _boxes(tree.low, low, high._replace(**{tree.feature: min(most, bound)}))
+    if most > bound:
+        yield from _boxes(tree.high, low._replace(**{tree.feature: max(least, bound + 1)}), high)
+
+
+def clip(tree: object, limits: Limits) -> object:
+    """The tree without splits that cannot matter within `limits`."""
+    return _clip(tree, *domain(limits))
+
+
+def _clip(tree: object, low: Bounds, high: Bounds) -> object:
+    if not isinstance(tree, Split):
+        return tree
+    bound = tree.threshold
+    if getattr(high, tree.feature) <= bound:
+        return _clip(tree.low, low, high)
+    if getattr(low, tree.feature) > bound:
+        return _clip(tree.high, low, high)
+    return Split(
+        tree.feature,
+        bound,
+        _clip(tree.low, low, high._replace(**{tree.feature: bound})),
+        _clip(tree.high, low._replace(**{tree.feature: bound + 1}), high),
+    )
+
+
+def leaves(tree: object) -> list:
+    """The leaves, lowest first."""
+    return [*leaves(tree.low), *leaves(tree.high)] if isinstance(tree, Split) else [tree]
+
+
+def replace_leaves(tree: object, new: Callable[[object], object]) -> object:
+    """The same splits over `new(leaf)`."""
+    if not isinstance(tree, Split):
+        return new(tree)
+    low, high = (replace_leaves(side, new) for side in (tree.low, tree.high))
+    return Split(tree.feature, tree.threshold, low, high)
+
+
+def merge(tree: object, joined: Callable[[object, object], object | None]) -> object:
+    """The tree with sibling leaves made one, where `joined(low, high)` gives one."""
+    if not isinstance(tree, Split):
+        return tree
+    low, high = merge(tree.low, joined), merge(tree.high, joined)
+    if not isinstance(low, Split) and not isinstance(high, Split) and (one := joined(low, high)) is not None:
+        return one
+    return Split(tree.feature, tree.threshold, low, high)
+
+
+def fit(
+    points: Sequence[Bounds],
+    weights: Sequence[float],
+    costs: Sequence[Sequence[float]],
+    *,
+    max_leaves: int = MAX_LEAVES,
+    min_gain: float = MIN_GAIN,
+) -> object:
+    """A tree of Leaf objects with a low weighted sum of costs[point][column of the point's leaf].
+
+    Each leaf must save `min_gain` of the sum of weights: the tree with the least cost and price of leaves together is found,
+    at a higher price if it has more than `max_leaves`. The most saving splits are tried first, and when _MAX_REGIONS were
+    weighed only those; of a feature with many values _MAX_CUTS are tried. Thresholds fall on the geometric mean between
+    neighbouring values, rounded down. Of columns that cost the same the first is taken, of splits that save the same the first
+    feature and the lowest threshold. Needs at least one point and one column.
+    """
+    search = _Search(points, weights, costs)
+    price = min_gain * sum(weights)
+    tree = search.tree(price)
+    while len(leaves(tree)) > max_leaves:
+        price = _DEARER * max(price, _LEAST_PRICE)
+        tree = search.tree(price)
+    return tree
+
+
+class _Search:
+    """Regions are bit masks over the distinct points; what a region costs as a leaf is worked out once."""
+
+    def __init__(self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]]):
+        self.alike: dict[Bounds, list[int]] = {}
+        for i, point in enumerate(points):
+            self.alike.setdefault(point, []).append(i)
+        self.points = sorted(self.alike)
+        weighted = [[weight * cost for cost in row] for weight, row in zip(weights, costs)]
+        self.costs = [_sums(weighted[i] for i in self.alike[point]) for point in self.points]
+        self.cuts = [(feature, mask) for feature in range(len(Bounds._fields)) for mask in self._masks(feature)]
+        self._leaves: dict[int, tuple[float, int, float]] = {}
+        self._best: dict[int, tuple[float, tuple[int, int] | None]] = {}
+        self._price = 0.0
+        self._last = 0  # regions that may be known before only the first split of each is tried
+
+    def tree(self, price: float) -> object:
+        """The cheapest tree at this price of a leaf."""
+        self._price = price
+        self._last = len(self._leaves) + _MAX_REGIONS
+        self._best.clear()
+        return self._grown((1 << len(self.points)) - 1)
+
+    def _masks(self, feature: int) -> list[int]:
+        """The points at or below each value of a feature but the highest; of many values, evenly chosen ones."""
+        values = sorted({point[feature] for point in self.points})[:-1]
+        if len(values) > _MAX_CUTS:
+            values = [values[(2 * i + 1) * len(values) // (2 * _MAX_CUTS)] for i in range(_MAX_CUTS)]
+        return [sum(1 << i for i, p in enumerate(self.points) if p[feature] <= value) for value in values]
+
+    def _members(self, region: int) -> list[int]:
+        return [i for i in range(region.bit_length()) if region >> i & 1]
+
+    def _leaf(self, region: int) -> tuple[float, int, float]:
+        """(cost as a leaf, its column, cost if each point had its own)."""
+        if region not in self._leaves:
+            rows = [self.costs[i] for i in self._members(region)]
+            sums = _sums(rows)
+            least = min(sums)
+            self._leaves[region] = (least, sums.index(least), sum(map(min, rows)))
+        return self._leaves[region]
+
+    def _cheapest(self, region: int) -> tuple[float, tuple[int, int] | None]:
+        """(cost and price of the best tree over a region, its first cut as (feature, the part below) or None for a leaf)."""
+        if region in self._best:
+            return self._best[region]
+        cost, _, ideal = self._leaf(region)
+        best, first = cost + self._price, None
+        if ideal + 2 * self._price < best:
+            for tried, (feature, low) in enumerate(self._divisions(region)):
+                if tried and len(self._leaves) >= self._last:
+                    break
+                total = round(self._cheapest(low)[0] + self._cheapest(region & ~low)[0], 9)
+                if total < best:
+                    best, first = total, (feature, low)
+        self._best[region] = best, first
+        return best, first
+
+    def _divisions(self, region: int) -> list[tuple[int, int]]:
+        """(feature, the part below) of every way to divide a region, those first that save most at once."""
+        found: dict[int, tuple] = {}
+        for order, (feature, mask) in enumerate(self.cuts):
+            low = region & mask
+            if low not in (0, region) and low not in found:
+                cost = round(self._leaf(low)[0] + self._leaf(region & ~low)[0], 9)
+                found[low] = (cost, order, feature, low)
+        return [(feature, low) for *_, feature, low in sorted(found.values())]
+
+    def _grown(self, region: int) -> object:
+        first = self._cheapest(region)[1]
+        if first is None:
+            points = sorted(i for member in self._members(region) for i in self.alike[self.points[member]])
+            return Leaf(self._leaf(region)[1], tuple(points))
+        feature, low = first
+        below = max(self.points[i][feature] for i in self._members(low))
+        above = min(self.points[i][feature] for i in self._members(region & ~low))
+        return Split(Bounds._fields[feature], isqrt(below * above), self._grown(low), self._grown(region & ~low))
+
+
+def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Sums of the columns, rounded so that the order of rows does not matter."""
+    return [round(sum(column), 9) for column in zip(*rows)]
