@@ -13,8 +13,9 @@ ATTENTION_FAMILIES = (*ROLES, "varlen")
 GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
-# Options that a template reads; the others are the compiler's. decode_ws: keys of a box, key/value heads of a program.
-TUNABLES = ("heads", "unit")
+# Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
+# alike (0: no), key/value heads of a program, keys of a box.
+TUNABLES = ("align", "heads", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
@@ -226,26 +227,6 @@ class Variant:
     @property
     def _box_columns(self) -> int:
         return BOX_COLUMNS if self.family in GLUON_FAMILIES else 0
-
-    @property
-    def query_slots(self) -> int:
-        """Query tiles in flight of prefill_ws: wider ones leave room for one."""
-        return 2 if self.block_qk <= 128 else 1
-
-    @property
-    def narrow_weights(self) -> bool:
-        """Whether prefill_ws turns weights into the dtype at once: its accumulators leave no registers for float32 ones."""
-        return self.block_v > 128
-
-    @property
-    def loader_registers(self) -> int:
-        """Registers of a thread of the 4 warps of prefill_ws that load: enough, or where accumulators are wide the least there is."""
-        return 40 if self.block_v <= 64 else 24
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread of the 8 warps that compute: what the loaders leave of `maxnreg` for each of the 12."""
-        return (12 * dict(self.config.options)["maxnreg"] - 4 * self.loader_registers) // 8
 
     @property
     def keys_box(self) -> int:
