@@ -6,13 +6,12 @@ Composes the stages of pipeline.py for kernels that no dispatch table names yet.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 
 from specgen import pipeline
 from specgen.aot import Outcome, compile_each
 from specgen.artifact import Artifact
-from specgen.binary import Binary, Failed, Refused
+from specgen.binary import Binary, CompileJob, Failed, Refused
 from specgen.cache import Cache
 from specgen.errors import SpecgenError
 from specgen.expand import Expansion, Use, decode_query_lens, expand, geometries
@@ -26,8 +25,8 @@ from specgen.target import Target, load_targets
 from specgen.toolchain import ptxas_versions, triton_version
 from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, to_json, tuning_folder
 from specgen.tuning.grid import STEP, grid
-from specgen.tuning.records import Launch, kernel_digest
-from specgen.tuning.space import families, sample, space
+from specgen.tuning.records import Launch, attention_part, kernel_digest
+from specgen.tuning.space import ORIGIN, families, sample, space
 from specgen.variant import Geometry, Variant
 from specgen.wheel import build_launcher
 from specgen.write import write_tree
@@ -65,12 +64,11 @@ class _Kernel:
     def symbol(self) -> str:
         return self.use.variant.symbol
 
-    @cached_property
-    def code(self) -> tuple:
-        """Equal for kernels that differ in their name alone: how often a multiprocessor holds one is a fact of the launch."""
-        config = replace(self.use.variant.config, ctas_per_multiprocessor=0)
-        source = self.module.content.decode().split('"""', 2)[2]
-        return source.replace(self.symbol, "kernel"), config, self.use.variant.signature, self.use.variant.divisibility
+    @property
+    def part(self) -> tuple:
+        """What it competes with, before it is compiled."""
+        v = self.use.variant
+        return v.geometry, v.family, v.max_query_len
 
     def candidate(self, outcome: Outcome | None) -> Candidate:
         """With what became of its compile; None: it was not compiled, and may be tried."""
@@ -120,9 +118,12 @@ def _archs(spec: Spec, chosen: Iterable[str]) -> dict[str, list[Target]]:
 
 def _make_bundle(loaded: Loaded, arch: str, targets, build_dir: Path, choice: Choice, cache, workers, report, warn) -> Bundle:
     spec = loaded.spec
-    kernels = _few_codes(_kernels(loaded, arch, targets, choice), choice)
-    outcomes = _compiled(loaded, kernels, cache, workers, report) if choice.binaries else {}
-    kernels = _sampled([kernel for kernel in kernels if _fits(kernel, outcomes.get(kernel.symbol))], outcomes, choice)
+    kernels = _kernels(loaded, arch, targets, choice)
+    codes = _codes(loaded, kernels)
+    kernels = _few_codes(kernels, codes, choice)
+    outcomes = _compiled(loaded, kernels, codes, cache, workers, report) if choice.binaries else {}
+    untuned = expand(spec, load_targets(), {(symbol, arch): outcome.reason for symbol, outcome in _bad(outcomes).items()})
+    kernels = _sampled(_untuned_first(kernels, untuned), codes, outcomes, choice)
     groups: dict[Geometry, Group] = {}
     good = []
     for number, kernel in enumerate(kernels):
@@ -132,7 +133,7 @@ def _make_bundle(loaded: Loaded, arch: str, targets, build_dir: Path, choice: Ch
         if candidate.status == "ok":
             good.append(replace(kernel, module=pipeline.formatted(kernel.module, cache)))
         report(f"generating for {arch}", number + 1, len(kernels))
-    package = _package(loaded, good, _skeleton(loaded, cache))
+    package = _package(loaded, good, _skeleton(loaded, untuned, cache))
     binaries = {(kernel.symbol, arch): outcomes[kernel.symbol] for kernel in good if choice.binaries}
     launcher = build_launcher(RUNTIME, cache=cache, warn=warn) if choice.binaries else None
     bundle = Bundle(
@@ -166,49 +167,74 @@ def _kernels(loaded: Loaded, arch: str, targets: Sequence[Target], choice: Choic
     return found
 
 
-def _compiled(loaded: Loaded, kernels: Sequence[_Kernel], cache, workers, report: Report) -> dict[str, Outcome]:
+def _codes(loaded: Loaded, kernels: Sequence[_Kernel]) -> dict[str, CompileJob]:
+    """By symbol, what is compiled but for the name: equal where kernels differ in their launch alone (how many programs)."""
+    return {
+        job.symbol: replace(job, symbol="", source=job.source.replace(job.symbol, ""))
+        for job in pipeline.jobs(_package(loaded, kernels))
+    }
+
+
+def _few_codes(kernels: Sequence[_Kernel], codes: Mapping[str, CompileJob], choice: Choice) -> list[_Kernel]:
+    """Those of at most twice `choice.most` codes of a part, by chance, and what the product may take untuned.
+
+    Some will not fit, and compiling is what takes the time.
+    """
+    if choice.most is None:
+        return list(kernels)
+    kept = {codes[kernel.symbol] for kernel in kernels if kernel.use.variant.config.origin != ORIGIN}
+    for part in _parts(kernels):
+        kept |= set(sample(list(dict.fromkeys(codes[kernel.symbol] for kernel in part)), 2 * choice.most, choice.seed))
+    return [kernel for kernel in kernels if codes[kernel.symbol] in kept]
+
+
+def _compiled(loaded: Loaded, kernels: Sequence[_Kernel], codes, cache, workers, report: Report) -> dict[str, Outcome]:
     """What became of the compile of each, by symbol. Kernels of the same code share one binary, under the first's name."""
-    first: dict[tuple, _Kernel] = {}
+    first: dict[CompileJob, _Kernel] = {}
     for kernel in kernels:
-        first.setdefault(kernel.code, kernel)
+        first.setdefault(codes[kernel.symbol], kernel)
     compiled = [replace(kernel, module=pipeline.formatted(kernel.module, cache)) for kernel in first.values()]
     jobs = pipeline.jobs(_package(loaded, compiled))
     tell = lambda done, total, symbol, arch: report(f"compiling for {arch}", done, total)  # noqa: E731
-    outcomes = {job: found for (job, _), found in compile_each(jobs, workers=workers, progress=tell, cache=cache).items()}
-    return {kernel.symbol: outcomes[first[kernel.code].symbol] for kernel in kernels}
+    outcomes = {symbol: found for (symbol, _), found in compile_each(jobs, workers=workers, progress=tell, cache=cache).items()}
+    return {kernel.symbol: outcomes[first[codes[kernel.symbol]].symbol] for kernel in kernels}
 
 
-def _fits(kernel: _Kernel, outcome: Outcome | None) -> bool:
-    """Whether a multiprocessor holds the kernel as often as its launch supposes."""
-    return not isinstance(outcome, Binary) or outcome.occupancy >= kernel.use.variant.config.ctas_per_multiprocessor
+def _bad(outcomes: Mapping[str, Outcome]) -> dict[str, Failed | Refused]:
+    return {symbol: outcome for symbol, outcome in outcomes.items() if not isinstance(outcome, Binary)}
 
 
-def _few_codes(kernels: Sequence[_Kernel], choice: Choice) -> list[_Kernel]:
-    """Those of at most twice `choice.most` codes of a part: some will not fit, and compiling is what takes the time."""
-    if choice.most is None:
-        return list(kernels)
-    kept = set()
-    for part in _parts(kernels):
-        kept |= set(sample(list(dict.fromkeys(kernel.code for kernel in part)), 2 * choice.most, choice.seed))
-    return [kernel for kernel in kernels if kernel.code in kept]
+def _untuned_first(kernels: Sequence[_Kernel], untuned: Expansion) -> list[_Kernel]:
+    """In their order, but the configurations that the product takes without measurements before all others."""
+    launches = {(attention_part(v.geometry), v.family, v.config) for v in (use.variant for use in untuned.uses) if v.aligned}
+
+    def is_tuned(kernel: _Kernel) -> bool:
+        v = kernel.use.variant
+        return (v.geometry, v.family, v.config) not in launches
+
+    return sorted(kernels, key=is_tuned)
 
 
-def _sampled(kernels: Sequence[_Kernel], outcomes: Mapping[str, Outcome], choice: Choice) -> list[_Kernel]:
-    """At most `choice.most` of a part that may be tried, and of those that failed each code once."""
-    failed = [kernel for kernel in kernels if isinstance(outcomes.get(kernel.symbol), Failed | Refused)]
-    names = {kernel.symbol for kernel in failed}
-    found = []
-    for part in _parts([kernel for kernel in kernels if kernel.symbol not in names]):
-        found += sample(part, choice.most, choice.seed)
-    return found + list({kernel.code: kernel for kernel in reversed(failed)}.values())
+def _sampled(kernels: Sequence[_Kernel], codes, outcomes: Mapping[str, Outcome], choice: Choice) -> list[_Kernel]:
+    """At most `choice.most` of a part that may be tried, those that a multiprocessor holds as often as their launch supposes;
+    and of those that failed each code once.
+    """
+    bad = _bad(outcomes)
+    failed = {codes[kernel.symbol]: kernel for kernel in reversed(kernels) if kernel.symbol in bad}
+    fitting = [kernel for kernel in kernels if kernel.symbol not in bad and _fits(kernel, outcomes.get(kernel.symbol))]
+    chosen = {kernel.symbol for part in _parts(fitting) for kernel in sample(part, choice.most, choice.seed)}
+    return [kernel for kernel in fitting if kernel.symbol in chosen] + list(failed.values())
+
+
+def _fits(kernel: _Kernel, outcome: Binary | None) -> bool:
+    return outcome is None or outcome.occupancy >= kernel.use.variant.config.ctas_per_multiprocessor
 
 
 def _parts(kernels: Iterable[_Kernel]) -> list[list[_Kernel]]:
     """Kernels by geometry, family and query bound."""
     parts: dict[tuple, list[_Kernel]] = {}
     for kernel in kernels:
-        v = kernel.use.variant
-        parts.setdefault((v.geometry, v.family, v.max_query_len), []).append(kernel)
+        parts.setdefault(kernel.part, []).append(kernel)
     return list(parts.values())
 
 
@@ -227,9 +253,9 @@ def _write(bundle: Bundle, files: dict[str, bytes]) -> None:
     write_tree(files, folder)
 
 
-def _skeleton(loaded: Loaded, cache: Cache | None) -> list[Artifact]:
+def _skeleton(loaded: Loaded, untuned: Expansion, cache: Cache | None) -> list[Artifact]:
     """The package without kernels and tests: runtime, public functions, the untuned dispatch table (trials bring their own)."""
-    parts = [a for a in plan(loaded, expand(loaded.spec, load_targets())) if not a.path.startswith(("kernels/", "tests/"))]
+    parts = [artifact for artifact in plan(loaded, untuned) if not artifact.path.startswith(("kernels/", "tests/"))]
     return [pipeline.formatted(render(artifact, loaded), cache) for artifact in parts]
 
 

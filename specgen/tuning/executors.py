@@ -158,7 +158,7 @@ def open_executor(where: str, gpus: Sequence[str | None]) -> Iterator[tuple[Exec
     except (OSError, ValueError) as error:
         raise SpecgenError(f"--executor {where}: no Dask scheduler answers there ({error})") from None
     with client:
-        workers = len(client.scheduler_info(n_workers=-1)["workers"])
+        workers = len(client.nthreads())
         if not workers:
             raise SpecgenError(f"--executor {where}: the scheduler has no workers; start one per GPU")
         executor = client.get_executor()

@@ -100,13 +100,11 @@ class Sweep:
         self._bad: set[tuple[str, ...]] = set()
         self._stored: dict[Geometry, list[Measurement]] = {}  # when the sweep began
 
-    def refuse(self, group: Group) -> int:
-        """Keeps the candidates of a group that did not compile as measurements that block them; how many were new."""
-        known = self._known(group)
-        blocked = Blocklist(known)
+    def refuse(self, group: Group) -> None:
+        """Keeps the candidates of a group that did not compile as measurements that block them."""
+        blocked = Blocklist(self._known(group))
         new = [c for c in group.candidates if c.status != "ok" and blocked.bad((c.digest,)) is None]
         self._store.add(*(self._refusal(group, candidate) for candidate in new))
-        return len(new)
 
     def run(self, problem: Problem, deadline: float | None) -> Summary:
         """Tries the entries of a problem until all are measured, dropped or failed, or until the deadline."""
@@ -151,8 +149,8 @@ class Sweep:
             alive = sound
             if place + 1 >= FIRST:
                 best = best_times(problem.entries, self.times)
-                far = [entry for entry in sound if (score(entry, self.times, best, "best") or FAR) > FAR]
-                alive = [entry for entry in sound if entry is problem.entries[0] or entry not in far]
+                near = {entry.kernels for entry in sound if (score(entry, self.times, best, "best") or 1.0) <= FAR}
+                alive = [entry for entry in sound if entry is problem.entries[0] or entry.kernels in near]
                 summary.dropped += len(sound) - len(alive)
         return False
 

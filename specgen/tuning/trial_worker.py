@@ -26,7 +26,7 @@ from specgen.runtime import reference
 from specgen.tuning.records import Gpu
 from specgen.tuning.trial import Answer, Kernels, Outcome, Trial
 
-CACHE_SHARE = 0.4  # of the device's memory, for the keys and values of the batches that are kept
+KEPT_SHARE = 0.4  # of the device's memory, for the batches that are kept
 _KEPT = 16  # batches
 _TOO_LARGE = ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "hipErrorLaunchOutOfResources")
 _REASON = "a trial of specgen tune"
@@ -129,7 +129,7 @@ class Bench:
             gc.collect()
             torch.cuda.empty_cache()
             drawn = _Drawn(Batch(trial.workload, layer, self.torch_device, trial.seed))
-        room = self._gpu.memory_bytes * CACHE_SHARE if self.is_cuda else float("inf")
+        room = self._gpu.memory_bytes * KEPT_SHARE if self.is_cuda else float("inf")
         while self._batches and (
             len(self._batches) >= _KEPT or drawn.nbytes + sum(each.nbytes for each in self._batches.values()) > room
         ):
@@ -202,7 +202,8 @@ class _Drawn:
 
     def __init__(self, batch: Batch):
         self.batch = batch
-        self.nbytes = sum(each.numel() * each.element_size() for each in (batch.q, *batch.caches, batch.out))
+        expected = 8 * batch.out.numel()  # in float64
+        self.nbytes = expected + sum(each.nbytes for each in (batch.q, *batch.caches, batch.out))
 
     def varlen_call(self, package) -> Callable:
         """A call without arguments of `package.attention_varlen`; it writes the batch's `out`."""

@@ -14,10 +14,10 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-AT_ONCE = 6
+AT_ONCE = 8
 _RECORD = "SPECGEN_SUITE_RECORD"
 
 
@@ -75,15 +75,16 @@ def main() -> int:
     packages = arguments or sorted(m.name for m in pkgutil.iter_modules() if m.name.endswith("_kernels"))
     lines, failures = [f"{'package':32s} {'variants':>8s} {'passed':>6s} {'skipped':>7s} {'failed':>6s}  worst error / tolerance"], []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for package, found, output in pool.map(suite, packages):
+        for done in as_completed([pool.submit(suite, package) for package in packages]):
+            package, found, output = done.result()
             manifest = json.loads(Path(importlib.import_module(package).__file__).with_name("manifest.json").read_text())
             counts = [len(manifest["variants"]), found.get("passed", 0), found.get("skipped", 0), len(found["failed"])]
             lines.append("{:32s} {:8d} {:6d} {:7d} {:6d}  {:.3f}".format(package, *counts, found.get("worst", 0.0)))
             print(lines[-1], flush=True)
+            if result:
+                result.write_text("\n".join(lines) + "\n")
             if found["failed"]:
                 failures.append(f"{package}: {', '.join(found['failed'][:5])}\n{output[-3000:]}")
-    if result:
-        result.write_text("\n".join(lines) + "\n")
     print("\n".join(failures))
     return 1 if failures else 0
 
