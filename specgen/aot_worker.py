@@ -15,6 +15,7 @@ from types import ModuleType
 from specgen import resources
 from specgen.binary import Binary, CompileJob, Failed, Refused
 from specgen.child import serve
+from specgen.descriptors import ambiguous_descriptors
 from specgen.errors import BuildError
 from specgen.toolchain import assembler, is_nvidia
 
@@ -81,7 +82,7 @@ def _shared_needed(error: Exception, log: str) -> int:
     return int(found.group(1), 16) if found else 0
 
 
-def _compile(job: CompileJob, folder: Path) -> Binary:
+def _compile(job: CompileJob, folder: Path) -> Binary | Refused:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -117,6 +118,8 @@ def _compile(job: CompileJob, folder: Path) -> Binary:
     data = compiled.asm["cubin" if nvidia else "hsaco"]
     if nvidia:
         _check_parameters(job, compiled.asm["ptx"])
+        if kind is GluonASTSource and (wrong := ambiguous_descriptors(resources.machine_code(data))):
+            return Refused(f"ptxas lost what a matrix product is to read: {wrong[0]}")
         usage = resources.read_cubin(data, metadata.name)
     else:
         usage = resources.read_hsaco(data, metadata.name, compiled.asm["amdgcn"])

@@ -13,6 +13,7 @@ MATRIX_ROWS = 16  # query rows of a matrix instruction
 MATRIX_KEYS = 16  # keys of a matrix instruction
 LANES = 32
 MIN_SHARE_KEYS = 64  # keys x heads that a program takes at least: smaller shares cost more in merging than they save
+SHARE_SLACK = 16  # a share may be larger by one in so many to be aligned with items
 MAX_SEQS = 1024  # sequences whose lengths one warp plans in registers
 UNSEEN = "-3.4028234663852886e38"  # the lowest float32
 
@@ -105,7 +106,7 @@ class Shape:
     @property
     def loader_registers(self) -> int:
         """Registers of a thread of the loading warp: the plan's vectors and what its loop needs."""
-        return 40 if self.plan_seqs <= 256 else 72
+        return 40 if self.plan_seqs <= 256 else 56 if self.plan_seqs <= 512 else 96
 
     @property
     def shared_bytes(self) -> int:
@@ -132,6 +133,8 @@ class Shape:
             "unit": self.unit,
             "units_per_tile": c.tile_n // self.unit,
             "min_share": self.min_share,
+            "aligns_shares": self.variant.tunable("align", 1) == 1,
+            "share_slack": SHARE_SLACK,
             "panel": BOX_COLUMNS,
             "parts": self.parts,
             "part_keys": self.part_keys,

@@ -50,11 +50,8 @@ class Instruction:
 def parse_sass(text: str) -> list[Instruction]:
     """Instructions of one kernel in the text of `cuobjdump -sass` (machine code of NVIDIA GPUs)."""
     instructions = []
-    for line in text.splitlines():
-        found = _NVIDIA_LINE.match(line)
-        if not found:
-            continue
-        address, predicate, name, operands = found.groups()
+    for line in sass_lines(text):
+        address, predicate, name, operands = _NVIDIA_LINE.match(line).groups()
         stem = name.split(".")[0]
         target = None
         falls_through = True
@@ -79,6 +76,11 @@ def parse_sass(text: str) -> list[Instruction]:
             )
         )
     return instructions
+
+
+def sass_lines(text: str) -> list[str]:
+    """The lines of a `cuobjdump -sass` listing that hold an instruction."""
+    return [line for line in text.splitlines() if _NVIDIA_LINE.match(line)]
 
 
 def parse_amdgcn(text: str) -> list[Instruction]:
@@ -158,7 +160,7 @@ def _amd_spill(name: str, comment: str) -> int:
 
 
 def _natural_loops(instructions: list[Instruction]) -> list[frozenset[int]]:
-    blocks, successors = _blocks(instructions)
+    blocks, successors = basic_blocks(instructions)
     predecessors: list[list[int]] = [[] for _ in blocks]
     for block, nexts in enumerate(successors):
         for following in nexts:
@@ -178,7 +180,8 @@ def _natural_loops(instructions: list[Instruction]) -> list[frozenset[int]]:
     return [frozenset(i for block in body for i in blocks[block]) for body in bodies.values()]
 
 
-def _blocks(instructions: list[Instruction]) -> tuple[list[range], list[list[int]]]:
+def basic_blocks(instructions: list[Instruction]) -> tuple[list[range], list[list[int]]]:
+    """Blocks of instruction indices in the order of memory, and for each the blocks that may follow it."""
     where = {i.label: index for index, i in enumerate(instructions) if i.label is not None}
     starts = {0} | {where[i.target] for i in instructions if i.target in where}
     starts |= {

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specgen import __version__, decode_ws
+from specgen import __version__, decode_ws, prefill_ws
 from specgen.artifact import Artifact
 from specgen.data_files import TEMPLATES
 from specgen.load import Loaded
@@ -57,8 +57,8 @@ def _tile_text(tiles: tuple[int, ...], dim: str) -> str:
 
 def kernel_view(variant: Variant) -> dict:
     """The names that a kernel template may use, flat: numbers, identifiers and named booleans, never a condition to compute."""
-    view = _common_view(variant)
-    return view | decode_ws.Shape(variant).view() if variant.family == "decode_ws" else view
+    own = {"decode_ws": decode_ws.Shape, "prefill_ws": prefill_ws.Shape}.get(variant.family)
+    return _common_view(variant) | (own(variant).view() if own else {})
 
 
 def _common_view(variant: Variant) -> dict:
@@ -127,30 +127,6 @@ def _common_view(variant: Variant) -> dict:
         "block_seqs": next_power_of_two(variant.max_seqs),
         "max_query_len": variant.max_query_len,
         "min_query_len": (variant.max_query_len or 0) + 1,
-        **(_warp_specialized_view(variant) if variant.family == "prefill_ws" else {}),
-    }
-
-
-def _warp_specialized_view(variant: Variant) -> dict:
-    """What the warp-specialized prefill template needs besides."""
-    g, c = variant.geometry, variant.config
-    return {
-        "total_warps": 12,
-        "maxnreg": dict(c.options)["maxnreg"],
-        "consumer_registers": variant.consumer_registers,
-        "loader_registers": variant.loader_registers,
-        "query_slots": variant.query_slots,
-        "several_queries": variant.query_slots > 1,
-        "narrow_weights": variant.narrow_weights,
-        "overlap_items": variant.query_slots > 1 and not variant.narrow_weights,
-        "packed_heads": variant.packed_heads,
-        "block_tokens": c.block_m // variant.packed_heads,
-        "ws_head_blocks": g.query_heads // variant.packed_heads,
-        "box_columns": BOX_COLUMNS,
-        "keys_box": variant.keys_box,
-        "split_keys": variant.keys_box < c.tile_n,
-        "loader_boxes": max(c.tile_n // variant.keys_box // 2, 1),
-        "consumer_rows": c.block_m // 2,
     }
 
 

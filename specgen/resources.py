@@ -99,6 +99,14 @@ def read_cubin(data: bytes, function: str) -> Usage:
     )
 
 
+def machine_code(data: bytes) -> str:
+    """The listing of an NVIDIA binary's instructions. BuildError if the tools cannot read it."""
+    with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(data)
+        return _cuobjdump("-sass", path)
+
+
 def read_hsaco(data: bytes, function: str, listing: str) -> Usage:
     """Usage of `function` in an AMD code object, with its assembly `listing`. BuildError if its metadata
     cannot be read.

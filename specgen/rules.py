@@ -3,7 +3,7 @@
 Every function returns reasons; None or an empty list means legal. Imports only nouns.
 """
 
-from specgen import decode_ws
+from specgen import decode_ws, prefill_ws
 from specgen.spec import AttentionSpec, Limits, Spec
 from specgen.target import Target
 from specgen.variant import Variant
@@ -69,6 +69,8 @@ def shared_bytes(variant: Variant, vendor: str) -> int:
     """
     if variant.family == "decode_ws":
         return decode_ws.Shape(variant).shared_bytes
+    if variant.family == "prefill_ws":
+        return prefill_ws.Shape(variant).shared_bytes
     if variant.family not in ("decode", "prefill", "varlen"):
         return 0
     g, c = variant.geometry, variant.config
@@ -90,6 +92,9 @@ def work_items(variant: Variant, limits: Limits) -> int:
         row_blocks = -(-variant.max_query_len * g.group // c.block_m)
         heads = g.kv_heads // variant.heads_box
         return min(limits.max_seqs, limits.max_tokens) * -(-limits.max_seq_len // _grain(variant)) * row_blocks * heads
+    if variant.family == "prefill_ws":
+        shape = prefill_ws.Shape(variant)
+        return (-(-limits.max_tokens // shape.block_tokens) + limits.max_seqs) * shape.head_blocks
     if variant.family in ("prefill", "varlen"):
         return (-(-limits.max_tokens * g.group // c.block_m) + limits.max_seqs) * g.kv_heads
     return 0
@@ -103,38 +108,71 @@ def _grain(variant: Variant) -> int:
 def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
     """Why decode_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
     g, c, shape = variant.geometry, variant.config, decode_ws.Shape(variant)
-    pages = g.page_size >= decode_ws.MATRIX_KEYS and g.page_size & (g.page_size - 1) == 0
+    least, unit, warps = decode_ws.MATRIX_KEYS, variant.tunable("unit", 0), shape.parts * shape.row_warps
+    dims = f"{g.qk_dim} and {g.v_dim}"
+    needs = (
+        (target.arch == "sm_90", f"is written for sm_90, {target.id} is {target.arch}"),
+        (variant.aligned, "copies pages by TMA, which needs aligned pointers and strides"),
+        (g.itemsize == 2, f"multiplies elements of 2 bytes, {g.dtype} has {g.itemsize}"),
+        (g.alignment == 16, f"copies pages by TMA, which needs heads of a multiple of 16 bytes, not {dims} elements"),
+        (max(g.qk_dim, g.v_dim) <= 256, f"holds heads of up to 256 elements, not {dims}"),
+        (
+            g.page_size >= least and g.page_size & (g.page_size - 1) == 0,
+            f"needs pages of a power of two of at least {least} keys, not {g.page_size}",
+        ),
+        (not (g.alibi or g.prefix_ranges), "implements neither ALiBi nor prefix ranges"),
+        (variant.max_seqs <= decode_ws.MAX_SEQS, f"plans up to {decode_ws.MAX_SEQS} sequences, not {variant.max_seqs}"),
+        (shape.heads in decode_ws.HEADS, f"attends to one of {decode_ws.HEADS} heads at once, not {shape.heads}"),
+        (g.kv_heads % shape.heads == 0, f"attends to {shape.heads} key/value heads at once, which do not divide {g.kv_heads}"),
+        (unit <= g.page_size, f"takes boxes from one page, of {g.page_size} keys, not {unit}"),
+        (c.tile_n % shape.unit == 0, f"needs tiles of whole boxes of {shape.unit} keys, not {c.tile_n}"),
+        (shape.heads == 1 or c.tile_n == shape.unit, f"needs tiles of one box of {shape.heads} heads, {shape.unit} keys"),
+        (shape.part_keys >= least, f"needs {least} keys a warp, tiles of {c.tile_n} give {shape.part_keys}"),
+        (
+            c.block_m % decode_ws.MATRIX_ROWS == 0,
+            f"needs row blocks of a multiple of {decode_ws.MATRIX_ROWS}, not {c.block_m}",
+        ),
+        (c.num_warps == warps, f"needs {warps} warps here, not {c.num_warps}"),
+        (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
+    )
+    return next((f"decode_ws {reason}" for is_met, reason in needs if not is_met), None)
+
+
+def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
+    """Why prefill_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
+    g, c = variant.geometry, variant.config
+    pages = g.page_size >= prefill_ws.LEAST_PAGE and g.page_size & (g.page_size - 1) == 0
+    rows = prefill_ws.CONSUMERS * prefill_ws.MATRIX_ROWS
     needs = (
         (target.arch == "sm_90", f"is written for sm_90, {target.id} is {target.arch}"),
         (variant.aligned, "copies pages by TMA, which needs aligned pointers and strides"),
         (g.itemsize == 2, f"multiplies elements of 2 bytes, {g.dtype} has {g.itemsize}"),
         (g.alignment == 16, f"copies pages by TMA, which needs heads of a multiple of 16 bytes, not {g.qk_dim} and {g.v_dim} elements"),
         (max(g.qk_dim, g.v_dim) <= 256, f"holds heads of up to 256 elements, not {g.qk_dim} and {g.v_dim}"),
-        (pages, f"needs pages of a power of two of at least {decode_ws.MATRIX_KEYS} keys, not {g.page_size}"),
+        (pages, f"needs pages of a power of two of at least {prefill_ws.LEAST_PAGE} keys, not {g.page_size}"),
         (not (g.alibi or g.prefix_ranges), "implements neither ALiBi nor prefix ranges"),
-        (variant.max_seqs <= decode_ws.MAX_SEQS, f"plans up to {decode_ws.MAX_SEQS} sequences, not {variant.max_seqs}"),
-        (g.kv_heads % shape.heads == 0, f"attends to {shape.heads} key/value heads at once, which do not divide {g.kv_heads}"),
-        (shape.heads in decode_ws.HEADS, f"attends to {', '.join(map(str, decode_ws.HEADS))} heads at once, not {shape.heads}"),
-        (shape.heads == 1 or c.tile_n == shape.unit, f"needs a tile of one box where heads are {shape.heads}, {shape.unit} keys"),
-        (variant.tunable("unit", 0) <= g.page_size, f"takes boxes from one page, of {g.page_size} keys, not {variant.tunable('unit', 0)}"),
-        (c.tile_n % shape.unit == 0, f"needs tiles of whole boxes of {shape.unit} keys, not {c.tile_n}"),
-        (shape.part_keys >= decode_ws.MATRIX_KEYS, f"needs {decode_ws.MATRIX_KEYS} keys a warp, tiles of {c.tile_n} give {shape.part_keys}"),
-        (c.block_m % decode_ws.MATRIX_ROWS == 0, f"needs row blocks of a multiple of {decode_ws.MATRIX_ROWS}, not {c.block_m}"),
-        (c.num_warps == shape.parts * shape.row_warps, f"needs {shape.parts * shape.row_warps} warps here, not {c.num_warps}"),
+        (c.block_m == rows, f"needs row blocks of {rows}, {prefill_ws.MATRIX_ROWS} for each consumer, not {c.block_m}"),
+        (c.tile_n in (64, 128), f"needs tiles of 64 or 128 keys, not {c.tile_n}"),
+        (c.num_warps == prefill_ws.CONSUMER_WARPS, f"needs {prefill_ws.CONSUMER_WARPS} warps a consumer, not {c.num_warps}"),
+        (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
         (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
     )
-    return next((f"decode_ws {reason}" for is_met, reason in needs if not is_met), None)
+    return next((f"prefill_ws {reason}" for is_met, reason in needs if not is_met), None)
 
 
 def why_not(variant: Variant, target: Target, limits: Limits) -> str | None:
     """The reason why `target` cannot run `variant` on every batch within `limits`, or None."""
-    if variant.family == "decode_ws" and (reason := _decode_ws_refusal(variant, target)):
+    own = {"decode_ws": _decode_ws_refusal, "prefill_ws": _prefill_ws_refusal}.get(variant.family)
+    if own and (reason := own(variant, target)):
         return reason
-    if (items := work_items(variant, limits)) > _MAX_ITEMS:
+    most = _MAX_ITEMS
+    if variant.family == "decode_ws":  # a share may be larger than even
+        most -= most // decode_ws.SHARE_SLACK
+    if (items := work_items(variant, limits)) > most:
         what = f"key tiles of {_grain(variant)}" if variant.family in ("decode", "decode_ws") else "row blocks"
         return (
             f"a launch may have {items} {what} (max_seqs {limits.max_seqs}, max_seq_len {limits.max_seq_len}, "
-            f"max_tokens {limits.max_tokens}), the kernel counts to {_MAX_ITEMS}"
+            f"max_tokens {limits.max_tokens}), the kernel counts to {most}"
         )
     needed, available = shared_bytes(variant, target.vendor), target.shared_memory_per_block
     if needed > available:

@@ -13,8 +13,9 @@ ATTENTION_FAMILIES = (*ROLES, "varlen")
 GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
-# Options that a template reads; the others are the compiler's. decode_ws: keys of a box, key/value heads of a program.
-TUNABLES = ("heads", "unit")
+# Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
+# alike (0: no), key/value heads of a program, keys of a box.
+TUNABLES = ("align", "heads", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
@@ -63,12 +64,17 @@ class Geometry:
     @property
     def qk_tiles(self) -> tuple[int, ...]:
         """Widths of the one or two tiles that hold a head of queries or keys."""
-        return sizes.head_tiles(self.qk_dim)
+        return self._tiles(self.qk_dim)
 
     @property
     def v_tiles(self) -> tuple[int, ...]:
         """Widths of the tiles that hold a head of values."""
-        return sizes.head_tiles(self.v_dim)
+        return self._tiles(self.v_dim)
+
+    def _tiles(self, dim: int) -> tuple[int, ...]:
+        # Two tiles beside the loop over prefix ranges gave wrong rows in prefill on an H200 (Triton 3.7.1; right in the
+        # interpreter): head sizes 36 to 48, float16 and bfloat16.
+        return (sizes.head_tile(dim),) if self.prefix_ranges else sizes.head_tiles(dim)
 
     @property
     def plain(self) -> bool:
@@ -211,7 +217,7 @@ class Variant:
         """Gluon's tiles hold whole boxes; where elements are only moved, idle lanes cost nothing."""
         if self.family in ATTENTION_FAMILIES and self.family not in GLUON_FAMILIES:
             return parted
-        return (max(sizes.MIN_TILE, self._box_columns, next_power_of_two(dim)),)
+        return (max(self._box_columns, sizes.head_tile(dim)),)
 
     @property
     def block_qk(self) -> int:
@@ -226,26 +232,6 @@ class Variant:
     @property
     def _box_columns(self) -> int:
         return BOX_COLUMNS if self.family in GLUON_FAMILIES else 0
-
-    @property
-    def query_slots(self) -> int:
-        """Query tiles in flight of prefill_ws: wider ones leave room for one."""
-        return 2 if self.block_qk <= 128 else 1
-
-    @property
-    def narrow_weights(self) -> bool:
-        """Whether prefill_ws turns weights into the dtype at once: its accumulators leave no registers for float32 ones."""
-        return self.block_v > 128
-
-    @property
-    def loader_registers(self) -> int:
-        """Registers of a thread of the 4 warps of prefill_ws that load: enough, or where accumulators are wide the least there is."""
-        return 40 if self.block_v <= 64 else 24
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread of the 8 warps that compute: what the loaders leave of `maxnreg` for each of the 12."""
-        return (12 * dict(self.config.options)["maxnreg"] - 4 * self.loader_registers) // 8
 
     @property
     def keys_box(self) -> int:

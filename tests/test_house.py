@@ -18,12 +18,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant decode_ws artifact binary data_files"
+    "noun": "__init__ errors dtypes fields explanations document target spec variant decode_ws prefill_ws artifact binary data_files"
     " tuning.records tuning.trial bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
-    " cache toolchain loops resources child aot aot_worker wheel verify"
+    " cache toolchain loops descriptors resources child aot aot_worker wheel verify"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
     " tuning.evidence tuning.relatives tuning.choose"
     " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep"
@@ -72,9 +72,10 @@ EXTRA = {
     "plan": "expand load runtime.arguments runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name
+    "descriptors": "loops",
     "resources": "loops toolchain",
     "aot": "cache child resources toolchain",
-    "aot_worker": "child resources toolchain",
+    "aot_worker": "child descriptors resources toolchain",
     "wheel": "cache",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.arguments runtime.table",

@@ -14,7 +14,7 @@ from specgen.runtime.arguments import ROLES
 from specgen.spec import Limits
 from specgen.target import Target
 from specgen.tuning import candidates, holds
-from specgen.variant import Config, Geometry, Variant, next_power_of_two
+from specgen.variant import GLUON_FAMILIES, Config, Geometry, Variant, next_power_of_two
 
 _FILE = Path(__file__).with_name("space.yaml")
 ORIGIN = "a candidate of `specgen tune`"
@@ -104,6 +104,8 @@ def _reason(variant: Variant, target: Target, limits: Limits) -> str | None:
     """Why the kernel cannot run, as far as that is known before it is compiled."""
     if reason := why_not(variant, target, limits):
         return reason
+    if variant.family in GLUON_FAMILIES:  # their warps divide the work, and what each holds, among roles
+        return None
     threads = variant.config.num_warps * target.warp_size
     registers = variant.config.block_m * sum(variant.geometry.v_tiles) // threads
     if registers > (most := _THREAD_REGISTERS[target.vendor]):

@@ -42,6 +42,7 @@ MORE = (
     Config(16, 16, 4, 3, 2, (("heads", 4), ("maxnreg", 128)), "tried: a head a warp, deeper"),
     Config(16, 16, 4, 4, 1, (("heads", 4), ("maxnreg", 168)), "tried: a head a warp, one program a multiprocessor"),
     Config(16, 16, 8, 2, 1, (("heads", 8), ("maxnreg", 168)), "tried: eight heads"),
+    Config(16, 64, 4, 2, 2, (("align", 0), ("maxnreg", 128)), "tried: an even split of items that are alike too"),
     Config(16, 64, 4, 2, 2, (("maxnreg", 128), ("unit", 64)), "tried: boxes of 64 keys"),
     Config(16, 32, 4, 2, 1, (("heads", 4), ("maxnreg", 168), ("unit", 32)), "tried: a head a warp, boxes of 32 keys"),
 )

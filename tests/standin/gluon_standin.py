@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-WAIT_SECONDS = 60  # for a barrier, before the kernel counts as hung
+WAIT_SECONDS = 20  # for a barrier, before the kernel counts as hung
 DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
     "int1": torch.bool, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
@@ -289,6 +289,7 @@ class Launch:
             maximum=lambda a, b: Tensor(torch.maximum(*torch.broadcast_tensors(_as_tensor(a), _as_tensor(b)))),
             minimum=lambda a, b: Tensor(torch.minimum(*torch.broadcast_tensors(_as_tensor(a), _as_tensor(b)))),
             max=lambda x, axis: Tensor(x.data.amax(axis)),
+            min=lambda x, axis: Tensor(x.data.amin(axis)),
             sum=lambda x, axis: Tensor(x.data.sum(axis, dtype=x.data.dtype)),
             cdiv=lambda a, b: (a + b - 1) // b,
             exp2=lambda x: Tensor(torch.exp2(x.data)), log2=lambda x: Tensor(torch.log2(x.data)),
