@@ -76,7 +76,7 @@ class Shape:
         g, c, v = self.variant.geometry, self.variant.config, self.variant
         queries = self.query_slots * c.block_m * v.block_qk * g.itemsize
         rings = c.num_stages * c.tile_n * (v.block_qk + v.block_v) * g.itemsize
-        rows = CONSUMERS * MATRIX_ROWS * v.block_v * g.itemsize // 2
+        rows = CONSUMERS * MATRIX_ROWS * max(v.block_v, 128) * g.itemsize // 2
         return queries + rings + rows + 1024
 
     def view(self) -> dict:

@@ -39,33 +39,29 @@ def head_tiles(dim: int) -> tuple[int, ...]:
     """Widths of the tiles that hold `dim` elements of a head: powers of two of at least 16 (the depth of a matrix
     instruction), one, or two where those need less room than one: 128 -> (128,), 96 -> (64, 32), 80 -> (64, 16).
     """
-    whole = _power_of_two(dim)
+    whole = head_tile(dim)
     first = whole // 2
     if first >= MIN_TILE and dim > first:
-        rest = _power_of_two(dim - first)
+        rest = head_tile(dim - first)
         if first + rest < whole:
             return first, rest
     return (whole,)
 
 
-def _power_of_two(dim: int) -> int:
+def head_tile(dim: int) -> int:
+    """Width of the one tile that holds `dim` elements: the next power of two, at least 16."""
     return max(MIN_TILE, 1 << (dim - 1).bit_length())
-
-
-def block_v(v_dim: int) -> int:
-    """Columns of an accumulator: those of its tiles together."""
-    return sum(head_tiles(v_dim))
 
 
 def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
     """Scratch of one decode launch of `programs` programs.
 
     Each program leaves at most two partial states (its first and its last item): partial_acc [2 * programs,
-    block_m, block_v], partial_ml [2 * programs, 2, block_m] (running max and sum), counters [programs], zero
+    block_m, head_tile(v_dim)] (fewer columns where two tiles hold a head), partial_ml [2 * programs, 2, block_m] (running max and sum), counters [programs], zero
     between launches.
     """
     return WorkspaceSize(
-        partial_acc=2 * programs * block_m * block_v(v_dim),
+        partial_acc=2 * programs * block_m * head_tile(v_dim),
         partial_ml=2 * programs * 2 * block_m,
         counters=programs,
         tickets=TICKETS,

@@ -73,7 +73,7 @@ def check_attention(package, case: Case, batch: str) -> None:
     for row in rows if device.type == "cuda" else rows[:1]:
         serving = _serving(package, row)
         fitted = fit(named, case, row.max_query_len)
-        workspace = poisoned_workspace(package, device)
+        workspace = poisoned_workspace(serving, device)
         bound = max(row.min_query_len, max((q for q, _ in fitted.sequences), default=0))
         tokens = _min_tokens(fitted, case, row.min_query_len)
         seen = None
@@ -115,7 +115,7 @@ def check_graph_replay(package, case: Case) -> None:
         serving = _serving(package, row)
         known = DECODE_REPLAYS if row.prefill is None else PREFILL_REPLAYS
         fitted = [fit(batch, case, row.max_query_len) for batch in known]
-        workspace = poisoned_workspace(package, device)
+        workspace = poisoned_workspace(serving, device)
         options = dict(max_seqlen_q=row.max_query_len, workspace=workspace)
         _replay(serving, case, row, Pool, device, fitted, row.min_query_len, **options)
         assert_counters_clear(workspace, case.symbol)
@@ -225,7 +225,8 @@ def device_arch(package, device: torch.device) -> str:
 
 
 def _known(case: Case) -> tuple[Batch, ...]:
-    return (*BATCHES, *edge_batches(case))
+    known = (*BATCHES, *edge_batches(case))
+    return tuple(batch for batch in known if not batch.beyond) if case.family == "varlen" else known
 
 
 def _rows(package, case: Case, device: torch.device, table: str, **fields) -> list:

@@ -61,7 +61,7 @@ class Heap:
 
     def put(self, array: np.ndarray) -> int:
         """Copy an array in and return its address, a multiple of 256."""
-        data = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+        data = np.frombuffer(array.tobytes(), np.uint8)
         address = self.next
         self.bytes[address : address + len(data)] = data
         self.owned[address : address + len(data)] = True
@@ -177,7 +177,6 @@ class Block:
             if steps[unit.pc](self, unit):
                 break
             ran += 1
-        self.machine.executed += ran
         return ran
 
     def _reconverge(self, unit: Unit) -> None:
@@ -195,7 +194,7 @@ class Machine:
         self.program = _program(ptx)
         self.heap, self.params, self.partitions, self.grid = heap, params, partitions, grid
         self.random = random.Random(seed)
-        self.executed = 0
+        self.copied: list[tuple[int, int, list[int]]] = []  # block, parameter of the map, coordinates of every copy as issued
         self.blocks = [Block(self, number, seed * 1000 + number) for number in range(grid)]
 
     def run(self) -> None:
@@ -754,8 +753,9 @@ class _Parser:
 
         def copy(block, unit):
             for lane in range(unit.lanes) if unit.mask is None else np.flatnonzero(unit.mask):
-                made = block.machine.params[int(which(block, unit)[lane])]
-                start = [int(read(block, unit)[lane]) for read in reads]
+                number = int(which(block, unit)[lane])
+                made, start = block.machine.params[number], [int(read(block, unit)[lane]) for read in reads]
+                block.machine.copied.append((block.number, number, start))
                 where, barrier = int(target(block, unit)[lane]), int(barrier_at(block, unit)[lane])
                 block.copies.append(lambda m=made, c=start, w=where, n=barrier: _copy_box(block, m, c, w, n))
 
@@ -827,7 +827,8 @@ class _Parser:
                 else:
                     a = to_float(_operand(block.shared, left_at, 64, transposed[0]))
                 b = to_float(_operand(block.shared, right_at, columns, transposed[-1]))
-                product = a @ b.T  # [64, columns]
+                with np.errstate(invalid="ignore"):  # infinities around the keys
+                    product = a @ b.T  # [64, columns]
                 lanes = np.arange(128)
                 for i, register in enumerate(registers):
                     row = lanes // 32 * 16 + lanes % 32 // 4 + 8 * (i // 2 % 2)

@@ -1,0 +1,310 @@
+"""The prefill_ws family without a GPU: its compiled PTX runs on the machine of tests/standin/ptx_machine.py against the float64
+reference, and its binaries are held to their budgets and to what ptxas must not lose.
+"""
+
+import functools
+import importlib.util
+import random
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "standin"))
+from ptx_machine import Heap, Machine, TensorMap  # noqa: E402
+
+from specgen.aot import compile_all
+from specgen.binary import CompileJob
+from specgen.errors import BudgetError
+from specgen.prefill_ws import CONSUMER_WARPS, LOADERS, Shape
+from specgen.render import kernel_source
+from specgen.resources import machine_code
+from specgen.rules import why_not
+from specgen.runtime.arguments import call_arguments
+from specgen.runtime.tensor_maps import resolve
+from specgen.runtime.testing.cases import Batch, Case
+from specgen.runtime.testing.pools import Pool
+from specgen.spec import Limits
+from specgen.target import load_targets
+from specgen.tuning import candidates
+from specgen.variant import Config, Geometry, Variant
+
+torch.set_num_threads(1)  # tensors are small
+GEOMETRY = Geometry(4, 1, 64, 64, "bfloat16", 16, 64**-0.5, "causal")
+H200 = load_targets()["h200"]
+LIMITS = Limits(max_seqs=256, max_seq_len=131072, max_tokens=16384, max_spec_tokens=8)
+PARTITIONS = [CONSUMER_WARPS, CONSUMER_WARPS, *[1] * LOADERS]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A variant over batches: its geometry's changes, rows that it leaves to decode, programs of a launch, layout of the caches."""
+
+    changes: dict
+    max_query_len: int = 8
+    programs: int = 3
+    layout: str = "NHD"
+
+    @property
+    def variant(self) -> Variant:
+        return preferred(replace(GEOMETRY, **self.changes), self.max_query_len)
+
+    @property
+    def case(self) -> Case:
+        g = self.variant.geometry
+        return Case(
+            "", "prefill", g.dtype, g.v_dim, "layer", g.query_heads, g.kv_heads, g.qk_dim, g.page_size, g.mask, g.scale,
+            g.sliding_window, g.chunk, g.softcap, g.sinks, layout=self.layout, max_seqs=100, max_seq_len=1 << 20, max_tokens=2000,
+        )  # fmt: skip
+
+
+def preferred(geometry: Geometry, max_query_len: int = 8) -> Variant:
+    """The first legal specialization."""
+    found = [
+        Variant("prefill_ws", geometry, config, True, 256, max_query_len)
+        for config in candidates("prefill_ws", geometry, H200, True, max_query_len)
+    ]
+    return next(variant for variant in found if why_not(variant, H200, LIMITS) is None)
+
+
+WIDE = {"query_heads": 2, "qk_dim": 128, "v_dim": 128}
+RUNS = {
+    "gqa": Run({}),
+    "one_program": Run({}, programs=1),
+    "group_7_sinks_softcap_window": Run({"query_heads": 7, "sinks": True, "softcap": 30.0, "sliding_window": 128}, 0),
+    "group_16_chunk": Run({"query_heads": 16, "chunk": 96}),
+    "mha_float16_page_64_hnd": Run({"query_heads": 2, "kv_heads": 2, "dtype": "float16", "page_size": 64}, layout="HND"),
+    "bidirectional_page_256": Run({"mask": "bidirectional", "page_size": 256}),
+    "dim_128_window": Run(WIDE | {"sliding_window": 300}),
+    "dim_128_page_128": Run(WIDE | {"page_size": 128}),
+    "dim_80": Run(WIDE | {"qk_dim": 80, "v_dim": 80}),
+    "dim_256": Run({"query_heads": 2, "qk_dim": 256, "v_dim": 256}),
+    "dims_192_128_page_32": Run({"query_heads": 2, "kv_heads": 2, "qk_dim": 192, "v_dim": 128, "page_size": 32}),
+}
+# (query rows, keys before them): aligned and unaligned ends, chunks, sequences of decode, without rows, without keys.
+BATCH = Batch("mixed", ((128, 0), (9, 31), (8, 42), (0, 5), (70, 200), (10, -10), (12, -7), (33, 350)))
+MANY = Batch("many", tuple((random.Random(i).choice((0, 3, 9, 20)), random.Random(i).randrange(40)) for i in range(40)))
+
+
+def ptx_of(variant: Variant, folder: Path) -> str:
+    """The PTX of a variant, compiled in this process: no GPU is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    path = folder / f"{variant.symbol}.py"
+    path.write_text(kernel_source(variant))
+    spec = importlib.util.spec_from_file_location(variant.symbol, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in variant.divisibility}
+    made = GluonASTSource(getattr(module, variant.symbol), dict(variant.signature), constexprs={}, attrs=attributes)
+    options = {"num_warps": variant.config.num_warps, **dict(variant.compiler_options)}
+    return triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """compiled(variant) -> PTX, once per variant."""
+    folder = tmp_path_factory.mktemp("ptx")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+    patch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # as in a build
+    yield functools.cache(lambda variant: ptx_of(variant, folder))
+    patch.undo()
+
+
+def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int, store_lse: int = 1):
+    """(out, lse, pool, machine) after one launch; rows that it does not write hold NaN; caches around the keys hold `fill`."""
+    variant, case = run.variant, run.case
+    pool = Pool(case, torch.device("cpu"), [batch], layout, min_tokens=1)
+    pool.load(batch, fill=fill)
+    pool.out.fill_(float("nan"))
+    lse = torch.full((pool.tokens, case.query_heads), float("nan"))
+    sinks = torch.zeros(1) if pool.sinks is None else pool.sinks
+    tensors = {
+        "q": pool.q, "k_cache": pool.k_cache, "v_cache": pool.v_cache, "out": pool.out, "lse": lse, "seq_lens": pool.seq_lens,
+        "block_table": pool.block_table, "cu_seqlens_q": pool.cu_seqlens_q, "tickets": torch.zeros(2, dtype=torch.int32),
+        "sinks_bf16": sinks if sinks.dtype == torch.bfloat16 else torch.zeros(1), "sinks_f32": sinks,
+    }  # fmt: skip
+    caches = {name: pool.by_slot(tensors[name]) for name in ("k_cache", "v_cache")}
+    numbers = {
+        "num_seqs": pool.seqs, "max_pages": pool.columns, "store_lse": store_lse, "num_tokens": pool.tokens,
+        "num_pages": pool.pages, "block_table_stride": pool.block_table.stride(0), "sinks_are_f32": int(sinks.dtype == torch.float32),
+        **{f"{n}_stride_{d}": tensors[n].stride(i) for n in ("q", "out") for i, d in enumerate(("token", "head"))},
+        **{f"{n}_stride_{d}": cache.stride(i) for n, cache in caches.items() for i, d in enumerate(("page", "slot", "head"))},
+    }  # fmt: skip
+    heap = Heap()
+    places = {}  # of whole storages, as views may share one
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        places.setdefault(storage.data_ptr(), heap.put(memory(tensor)))
+    address = {
+        f"{name}_ptr": places[t.untyped_storage().data_ptr()] + t.storage_offset() * t.element_size() for name, t in tensors.items()
+    }
+    call = call_arguments("prefill_ws", sinks=variant.geometry.sinks)
+    given = [address.get(argument.name, numbers.get(argument.name, 0)) for argument in call]
+    positions, maps = resolve(call, variant.arguments, variant.tensor_maps)
+    made = [
+        TensorMap(given[m[0]], tuple(given[-1 - e] if e < 0 else e for e in m[4]), tuple(given[i] * m[2] for i in m[5]), m[6]) for m in maps
+    ]
+    params = [given[p] if p >= 0 else 0 if p == -1 else made[-2 - p] for p in positions]
+    machine = Machine(ptx, heap, params, PARTITIONS, run.programs, seed)
+    machine.run()
+    for tensor in (pool.out, lse, tensors["tickets"]):
+        raw = heap.get(places[tensor.untyped_storage().data_ptr()], memory(tensor))
+        memory_tensor(tensor).copy_(torch.from_numpy(raw.copy()))
+    assert not tensors["tickets"].any(), "tickets are zero again"
+    return pool.out.clone(), lse, pool, machine
+
+
+def memory_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage, as bytes."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def memory(tensor: torch.Tensor) -> np.ndarray:
+    return memory_tensor(tensor).numpy()
+
+
+def check(run: Run, ptx: str, batch: Batch, layout: str) -> None:
+    """Right against the reference; the same bits whatever the cache holds around the keys and in whatever order warps run and
+    copies arrive; sequences that are decode's are left alone.
+    """
+    out, lse, pool, _ = launch(run, ptx, batch, layout, float("nan"), seed=1)
+    again, lse_again, _, _ = launch(run, ptx, batch, layout, float("inf"), seed=2)
+    assert torch.equal(again.nan_to_num(7e4), out.nan_to_num(7e4))
+    assert torch.equal(lse_again.nan_to_num(7e4), lse.nan_to_num(7e4))
+    rows = [q for q, _ in batch.sequences for _ in range(q)]
+    takes = torch.tensor([q > run.max_query_len for q in rows] + [False] * (pool.tokens - len(rows)), dtype=torch.bool)
+    assert out[~takes].isnan().all() and lse[~takes].isnan().all()
+    expected, expected_lse = (each[takes[: len(rows)]] for each in pool.expected())
+    error = (out[takes].double() - expected).norm()
+    assert error <= 3e-3 * expected.norm()
+    assert torch.allclose(lse[takes].double(), expected_lse, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_matches_the_reference(compiled, name):
+    check(RUNS[name], compiled(RUNS[name].variant), BATCH, "views")
+
+
+def test_many_sequences(compiled):
+    """More than a warp has lanes: the search goes on from chunk to chunk."""
+    check(RUNS["gqa"], compiled(RUNS["gqa"].variant), MANY, "plain")
+
+
+def test_lse_is_written_only_when_asked(compiled):
+    run = RUNS["gqa"]
+    out, lse, _, _ = launch(run, compiled(run.variant), BATCH, "plain", 0.0, seed=3, store_lse=0)
+    assert lse.isnan().all() and not out[:128].isnan().any()
+
+
+def test_nothing_to_do(compiled):
+    run = RUNS["gqa"]
+    out, _, _, _ = launch(run, compiled(run.variant), Batch("decode", ((8, 40), (1, 9), (0, 3))), "plain", 0.0, seed=4)
+    assert out.isnan().all()
+
+
+def test_longest_row_blocks_come_first(compiled):
+    """One program takes the items in order: the keys that they see fall, up to the level that orders them."""
+    run = RUNS["one_program"]
+    batch = Batch("ragged", ((300, 0), (70, 900), (40, 20), (128, 512)))
+    _, _, pool, machine = launch(run, compiled(run.variant), batch, "plain", 0.0, seed=5)
+    starts = pool.cu_seqlens_q.tolist()
+    tokens = list(dict.fromkeys(c[2] for _, parameter, c in machine.copied if parameter == 0))
+    block = Shape(run.variant).block_tokens
+    seen = []
+    for token in tokens[::2]:  # the first half of each row block
+        seq = next(i for i in range(len(starts) - 1) if starts[i] <= token < starts[i + 1])
+        (q, before), row = batch.sequences[seq], token - starts[seq]
+        assert row % block == 0
+        seen.append(before + min(row + block, q))
+    assert len(seen) == sum(-(-q // block) for q, _ in batch.sequences)
+    assert all(later <= earlier + block for earlier, later in zip(seen, seen[1:]))
+
+
+def job(variant: Variant, source: str | None = None) -> CompileJob:
+    """How a build compiles the variant, for an H200."""
+    c = variant.config
+    return CompileJob(
+        variant.symbol,
+        "sm_90",
+        source or kernel_source(variant),
+        variant.signature,
+        variant.divisibility,
+        variant.parameter_bytes,
+        c.num_warps,
+        c.num_stages,
+        variant.compiler_options,
+        shared_limit=H200.shared_memory_per_block,
+        targets=("h200",),
+    )
+
+
+LLAMA = replace(GEOMETRY, query_heads=32, kv_heads=8, qk_dim=128, v_dim=128, scale=128**-0.5)
+BUDGETS = {
+    "llama": LLAMA,
+    "llama_float16_page_256": replace(LLAMA, dtype="float16", page_size=256),
+    "dim_64": replace(GEOMETRY, query_heads=14, kv_heads=2),
+    "dim_256": replace(LLAMA, query_heads=8, kv_heads=4, qk_dim=256, v_dim=256),
+    "window_sinks": replace(LLAMA, sliding_window=1024, sinks=True),
+    "chunk": replace(LLAMA, query_heads=40, chunk=8192),
+    "bidirectional_softcap": replace(LLAMA, mask="bidirectional", softcap=50.0),
+    "dims_192_128": replace(LLAMA, query_heads=16, kv_heads=16, qk_dim=192),
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_binaries_keep_to_their_budgets(name):
+    """No spill in a loop, asynchronous products and copies by tensor map, as much shared memory as is stated."""
+    variant = preferred(BUDGETS[name])
+    (binary,) = compile_all([job(variant)]).values()
+    assert binary.main_loop_spills == 0 and binary.registers == 168
+    assert binary.num_threads == 32 * Shape(variant).total_warps and binary.occupancy >= 1
+    assert binary.shared_bytes <= Shape(variant).shared_bytes <= binary.shared_bytes + 4096
+    code = machine_code(binary.data)
+    assert "HGMMA" in code and "UTMALDG.4D" in code and "UTMALDG.3D" in code
+    assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 4, "matrix products are not serialised"
+
+
+def test_what_ptxas_loses_is_refused():
+    """Without the guard in the template, the pinned ptxas computes descriptors of the unmasked loop in the masked one alone."""
+    variant = preferred(LLAMA)
+    source = kernel_source(variant)
+    assert source.count("place + zero") == 1
+    with pytest.raises(BudgetError, match="ptxas lost what a matrix product is to read: HGMMA"):
+        compile_all([job(variant, source.replace("place + zero", "place"))])
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "reason"),
+    [
+        ({"page_size": 8}, {}, "pages of a power of two of at least 16 keys, not 8"),
+        ({"page_size": 48}, {}, "pages of a power of two"),
+        ({"dtype": "float32"}, {}, "elements of 2 bytes, float32 has 4"),
+        ({"qk_dim": 100, "v_dim": 100}, {}, "heads of a multiple of 16 bytes, not 100 and 100"),
+        ({"qk_dim": 512, "v_dim": 512}, {}, "heads of up to 256"),
+        ({"alibi": True}, {}, "neither ALiBi nor prefix ranges"),
+        ({}, {"block_m": 64}, "row blocks of 128, 64 for each consumer, not 64"),
+        ({}, {"tile_n": 256}, "tiles of 64 or 128 keys, not 256"),
+        ({}, {"num_warps": 8}, "needs 4 warps a consumer, not 8"),
+        ({}, {"num_stages": 1}, "needs 2 tiles in flight, not 1"),
+        ({}, {"options": ()}, "needs option maxnreg"),
+        ({}, {"num_stages": 8}, "bytes of shared memory per block, h200 has"),
+    ],
+)
+def test_what_is_not_legal_says_why(changes, config, reason):
+    known = Config(128, 128, 4, 3, 1, (("maxnreg", 168),))
+    variant = Variant("prefill_ws", replace(GEOMETRY, **changes), replace(known, **config), True, 256, 8)
+    assert reason in why_not(variant, H200, LIMITS)
+
+
+def test_other_gpus_and_unaligned_views_are_refused():
+    variant = preferred(GEOMETRY)
+    assert "is written for sm_90, a100_sxm is sm_80" in why_not(variant, load_targets()["a100_sxm"], LIMITS)
+    assert "aligned pointers and strides" in why_not(replace(variant, aligned=False), H200, LIMITS)
+    assert why_not(variant, H200, LIMITS) is None
