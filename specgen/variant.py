@@ -14,8 +14,8 @@ GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
 # Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
-# alike (0: no), key/value heads of a program, keys of a box.
-TUNABLES = ("align", "heads", "unit")
+# alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, keys of a box.
+TUNABLES = ("align", "fetch", "heads", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
@@ -271,6 +271,7 @@ class Variant:
             strides=tuple(f"{tensor}_stride_{dim}" for dim in strides),
             box=(*box, BOX_COLUMNS),
             swizzle=BOX_COLUMNS * 2,
+            fetch=self.tunable("fetch", 128),
         )
 
     @property
