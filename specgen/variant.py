@@ -50,6 +50,7 @@ class Geometry:
     prefix_ranges: bool = False
     rotary_dim: int | None = None  # leading elements of a head that append_kv rotates; None leaves keys as they come
     rotary_style: str | None = None
+    batch_invariant: bool = False  # decode cuts a sequence's keys by its own length alone
 
     @property
     def group(self) -> int:
@@ -145,7 +146,8 @@ class Variant:
             ("cap", g.softcap),
         )
         named = [f"{name}{_identifier(value)}" for name, value in numbers if value is not None]
-        switches = (("sinks", g.sinks), ("alibi", g.alibi), ("ranges", g.prefix_ranges))
+        invariant = g.batch_invariant and ROLES.get(self.family) == "decode"  # no other family splits keys
+        switches = (("sinks", g.sinks), ("alibi", g.alibi), ("ranges", g.prefix_ranges), ("invariant", invariant))
         return named + [name for name, is_on in switches if is_on]
 
     @property
@@ -243,6 +245,16 @@ class Variant:
     def heads_box(self) -> int:
         """Key/value heads that one copy moves."""
         return self.tunable("heads", 1)
+
+    @property
+    def max_splits(self) -> int:
+        """Splits at most of the keys of a sequence and key/value head, where they depend on these alone."""
+        return sizes.max_splits(self.geometry.kv_heads)
+
+    @property
+    def min_split_tiles(self) -> int:
+        """Key tiles at least of such a split, but for a sequence's last."""
+        return sizes.split_tiles(self.config.tile_n)
 
     def tunable(self, name: str, default: int) -> int:
         """An option of the configuration."""

@@ -304,6 +304,7 @@ def test_copies_that_leave_l2_first():
         ({"qk_dim": 100, "v_dim": 100}, NARROW, 1, "heads of a multiple of 16 bytes, not 100 and 100"),
         ({"qk_dim": 512, "v_dim": 512}, NARROW, 1, "heads of up to 256"),
         ({"alibi": True}, NARROW, 1, "neither ALiBi nor prefix ranges"),
+        ({"batch_invariant": True}, NARROW, 1, "splits keys evenly over the whole batch, which batch_invariant excludes"),
         ({"kv_heads": 2}, replace(NARROW, tile_n=16, options=(("heads", 4), ("maxnreg", 128))), 1, "which do not divide 2"),
         ({}, boxes_of(64), 1, "takes boxes from one page, of 16 keys, not 64"),
         ({}, replace(NARROW, num_warps=8), 1, "needs 4 warps here, not 8"),
