@@ -258,12 +258,16 @@ def _measure_candidates(options, bundles: list, where) -> None:
 
 
 def _reporter(bar, seconds: float | None = None):
-    """Shows what is done on a progress bar, a task for each kind of work; with `seconds`, what is left of a budget."""
+    """Shows on a progress bar what is being done, one kind of work at a time; with `seconds`, what is left of a budget."""
     ends = None if seconds is None else time.monotonic() + seconds
     tasks: dict = {}
 
     def report(what: str, done: int, total: int) -> None:
-        task = tasks[what] if what in tasks else tasks.setdefault(what, bar.add_task(what))
+        if what not in tasks:
+            for other in tasks.values():
+                bar.update(other, visible=False)
+            tasks[what] = bar.add_task(what)
+        task = tasks[what]
         left = "" if ends is None else f", {max(0, ends - time.monotonic()):.0f} s left"
         bar.update(task, completed=done, total=total, description=what + left)
 

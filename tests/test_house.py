@@ -56,7 +56,7 @@ EXTRA = {
     "tuning.shipped": "tuning.jsonl",
     "tuning.store": "tuning.jsonl",
     # What tune tries, and how.
-    "tuning.space": "rules tuning",
+    "tuning.space": "rules runtime.arguments tuning",
     "tuning.problems": "tuning.bundle",
     "tuning.search": "tuning.problems",
     "tuning.executors": "child",

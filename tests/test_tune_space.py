@@ -80,6 +80,13 @@ def test_what_a_gpu_cannot_hold_is_dropped_with_the_reason():
     assert any(r.startswith("the accumulator takes 512 registers of each of 128 threads") for r in dropped.values())
 
 
+def test_warps_that_share_an_accumulator_are_not_counted_by_their_number():
+    wide = Geometry(8, 4, 256, 256, "bfloat16", 16, 0.0625, "causal")
+    assert space.space("prefill_ws", wide, [TARGETS["h200"]], LIMITS, 8).variants
+    assert space.space("decode_ws", wide, [TARGETS["h200"]], LIMITS, 1).variants
+    assert not space.space("prefill_ws", wide, [TARGETS["a100_sxm"]], LIMITS, 8).variants
+
+
 def test_decode_takes_no_more_rows_than_it_has():
     assert {v.config.block_m for v in space.space("decode", LLAMA, [TARGETS["h200"]], LIMITS, 1).variants} == {16}
     assert {v.config.block_m for v in space.space("decode", LLAMA, [TARGETS["h200"]], LIMITS, 8).variants} == {16, 32}

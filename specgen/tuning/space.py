@@ -10,10 +10,11 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from specgen.rules import why_not
+from specgen.runtime.arguments import ROLES
 from specgen.spec import Limits
 from specgen.target import Target
 from specgen.tuning import candidates, holds
-from specgen.variant import Config, Geometry, Variant, next_power_of_two
+from specgen.variant import GLUON_FAMILIES, Config, Geometry, Variant, next_power_of_two
 
 _FILE = Path(__file__).with_name("space.yaml")
 ORIGIN = "a candidate of `specgen tune`"
@@ -28,7 +29,7 @@ def _families() -> dict:
 
 def families(role: str) -> tuple[str, ...]:
     """The kernel families that can be the `role` of a schedule: "decode", "prefill" or "varlen"."""
-    return tuple(family for family, facts in _families().items() if facts["role"] == role)
+    return tuple(family for family in _families() if ROLES.get(family, family) == role)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def space(
     """What may be tried for `targets`, GPUs of one arch; first what the product would take untuned, in order of preference.
 
     `max_query_len` as in Variant: rows that decode takes, that prefill leaves to decode (0: none), None for other families.
-    `max_registers`: each is tried as a bound on the registers of a thread, beside none; NVIDIA's compiler alone has one.
+    `max_registers`: each is tried as a bound on the registers of a thread, beside none; NVIDIA's compiler alone has one, and
+    a family whose rows state it keeps theirs.
     All promise alignment: the untuned choices serve tensors without it.
     """
     aligned = True
@@ -79,9 +81,9 @@ def _crossed(
     family: str, geometry: Geometry, target: Target, max_query_len: int | None, extra: Mapping[str, list]
 ) -> Iterator[Config]:
     rows_taken = None
-    if _families()[family]["role"] == "decode":
+    if ROLES.get(family) == "decode":
         rows_taken = max(16, next_power_of_two(geometry.group * max_query_len))
-    for row in _families()[family]["axes"]:
+    for row in _families()[family]:
         if not holds(row["for"], family, geometry, target, True, max_query_len):
             continue
         block_ms = row["block_m"]
@@ -89,7 +91,7 @@ def _crossed(
             block_ms = sorted({min(block_m, rows_taken) for block_m in block_ms})
         axes = (block_ms, row["tile_n"], row["num_warps"], row["num_stages"], row["ctas"])
         for values in product(*axes):
-            for options in _options({**row.get("options", {}), **extra}):
+            for options in _options({**extra, **row.get("options", {})}):
                 yield Config(*values, options, ORIGIN)
 
 
@@ -102,6 +104,8 @@ def _reason(variant: Variant, target: Target, limits: Limits) -> str | None:
     """Why the kernel cannot run, as far as that is known before it is compiled."""
     if reason := why_not(variant, target, limits):
         return reason
+    if variant.family in GLUON_FAMILIES:  # their warps divide the work, and what each holds, among roles
+        return None
     threads = variant.config.num_warps * target.warp_size
     registers = variant.config.block_m * sum(variant.geometry.v_tiles) // threads
     if registers > (most := _THREAD_REGISTERS[target.vendor]):
