@@ -74,11 +74,11 @@ class _Search:
         self._block_of = {index: number for number, block in enumerate(self._blocks) for index in block}
 
     def ambiguous(self, register: str, at: int, loop: frozenset[int]) -> str:
-        """Why the value of `register` at an instruction has several origins, or ""; a value that the loop itself sets has not."""
+        """Why the value of `register` at an instruction has several origins, or ""; one of them in the loop is right."""
         origins = self._origins(register, at)
-        if any(origin in loop for origin in origins):
-            return ""
         if len(origins) > 1:
+            if any(origin in loop for origin in origins):
+                return ""
             places = ", ".join("the entry" if i < 0 else repr(self._steps[i].text) for i in sorted(origins)[:3])
             return f"{register} comes from {len(origins)} places: {places}"
         (origin,) = origins
