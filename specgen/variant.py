@@ -13,6 +13,8 @@ ATTENTION_FAMILIES = (*ROLES, "varlen")
 GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
+# Extent of a dimension of a tensor map that nothing is beyond: coordinates are made from a block table and are in range.
+UNBOUNDED = (1 << 31) - 1
 # Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
 # alike (0: no), key/value heads of a program, keys of a box.
 TUNABLES = ("align", "heads", "unit")
@@ -259,7 +261,15 @@ class Variant:
             return self._map(
                 operand, (pages, heads, slots, dim), ("page", "head", "slot"), (1, self.heads_box, self.keys_box)
             )
+        if self.flat(dim):
+            return self._map(operand, (UNBOUNDED, UNBOUNDED), ("slot",), (self.keys_box,))
         return self._map(operand, (pages, slots, heads, dim), ("page", "slot", "head"), (1, self.keys_box, 1))
+
+    def flat(self, dim: int) -> bool:
+        """Whether prefill_ws sees a cache as a matrix, slots by elements, in which pages and heads are offsets: TMA moves a box of two
+        dimensions faster than one of four. What is beyond a head is then its neighbour's, so heads are whole boxes.
+        """
+        return dim % BOX_COLUMNS == 0
 
     def _map(self, operand: str, extents: tuple, strides: tuple, box: tuple) -> TensorMap:
         tensor = "q" if operand == "q" else f"{operand}_cache"
