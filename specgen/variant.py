@@ -188,7 +188,7 @@ class Variant:
         A box is BOX_COLUMNS elements of every row that one copy moves: of one page for keys and values.
         """
         made = {
-            "q_map": self._map("q", ("num_tokens", self.geometry.query_heads, self.geometry.qk_dim), ("token", "head"), self.query_box),
+            "q_map": self._map("q", (self.geometry.query_heads, "num_tokens", self.geometry.qk_dim), ("head", "token"), self.query_box),
             "k_map": self._cache_map("k", self.geometry.qk_dim),
             "v_map": self._cache_map("v", self.geometry.v_dim),
         }
@@ -196,9 +196,9 @@ class Variant:
 
     @property
     def query_box(self) -> tuple[int, int]:
-        """(tokens, heads) of the query rows that one copy moves: half a row block, heads of one key/value head packed."""
+        """(heads, tokens) of the query rows that one copy moves: half a row block, heads of one key/value head packed."""
         heads = self.packed_heads
-        return max(self.config.block_m // 2 // heads, 1), heads
+        return heads, max(self.config.block_m // 2 // heads, 1)
 
     @property
     def packed_heads(self) -> int:

@@ -224,12 +224,12 @@ def test_order_of_the_items(compiled, programs):
         start[seq] + row for seq in sorted(mine, key=lambda seq: -octaves[seq]) for row in reversed(range(0, batch.sequences[seq][0], block))
     ]
     for number in range(programs):
-        copies = [at[2] for program, parameter, at in machine.copied if program == number and parameter == 0]
+        copies = [at[1] for program, parameter, at in machine.copied if program == number and parameter == 0]
         tokens = list(dict.fromkeys(copies))[::2]  # the first half of each row block
         taken = [expected.index(token) for token in tokens]
         assert taken == sorted(taken) and (programs > 1 or len(taken) == len(expected))
         assert taken[0] == number
-    assert sorted({at[2] for _, parameter, at in machine.copied if parameter == 0} & set(expected)) == sorted(expected)
+    assert sorted({at[1] for _, parameter, at in machine.copied if parameter == 0} & set(expected)) == sorted(expected)
 
 
 def job(variant: Variant) -> CompileJob:
