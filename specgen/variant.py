@@ -261,15 +261,15 @@ class Variant:
             return self._map(
                 operand, (pages, heads, slots, dim), ("page", "head", "slot"), (1, self.heads_box, self.keys_box)
             )
-        if self.flat(dim):
+        if self._is_flat(dim):
             return self._map(operand, (UNBOUNDED, UNBOUNDED), ("slot",), (self.keys_box,))
         return self._map(operand, (pages, slots, heads, dim), ("page", "slot", "head"), (1, self.keys_box, 1))
 
-    def flat(self, dim: int) -> bool:
+    def _is_flat(self, dim: int) -> bool:
         """Whether prefill_ws sees a cache as a matrix, slots by elements, in which pages and heads are offsets: TMA moves a box of two
-        dimensions faster than one of four. What is beyond a head is then its neighbour's, so heads are whole boxes.
+        dimensions faster than one of four. What is beyond a head is then its neighbour's, so heads fill their tiles.
         """
-        return dim % BOX_COLUMNS == 0
+        return dim == sum(self._tiles((), dim))
 
     def _map(self, operand: str, extents: tuple, strides: tuple, box: tuple) -> TensorMap:
         tensor = "q" if operand == "q" else f"{operand}_cache"

@@ -272,7 +272,9 @@ def test_binaries_keep_to_their_budgets(name):
     assert binary.num_threads == 32 * Shape(variant).total_warps and binary.occupancy >= 1
     assert binary.shared_bytes <= Shape(variant).shared_bytes <= binary.shared_bytes + 4096
     code = machine_code(binary.data)
-    assert "HGMMA" in code and "UTMALDG.4D" in code and "UTMALDG.3D" in code
+    assert "HGMMA" in code and "UTMALDG.3D" in code
+    assert "UTMALDG.2D" in code, "a cache whose heads fill their tiles is a matrix"
+    assert ("UTMALDG.4D" in code) == (variant.block_qk > variant.geometry.qk_dim), "another is not"
     assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 4, "matrix products are not serialised"
 
 
