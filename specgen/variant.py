@@ -66,17 +66,12 @@ class Geometry:
     @property
     def qk_tiles(self) -> tuple[int, ...]:
         """Widths of the one or two tiles that hold a head of queries or keys."""
-        return self._tiles(self.qk_dim)
+        return sizes.head_tiles(self.qk_dim)
 
     @property
     def v_tiles(self) -> tuple[int, ...]:
         """Widths of the tiles that hold a head of values."""
-        return self._tiles(self.v_dim)
-
-    def _tiles(self, dim: int) -> tuple[int, ...]:
-        # Two tiles beside the loop over prefix ranges gave wrong rows in prefill on an H200 (Triton 3.7.1; right in the
-        # interpreter): head sizes 36 to 48, float16 and bfloat16.
-        return (sizes.head_tile(dim),) if self.prefix_ranges else sizes.head_tiles(dim)
+        return sizes.head_tiles(self.v_dim)
 
     @property
     def plain(self) -> bool:
