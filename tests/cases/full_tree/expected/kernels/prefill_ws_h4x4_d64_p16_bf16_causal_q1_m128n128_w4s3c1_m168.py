@@ -3,7 +3,7 @@
 """Paged prefill with loading warps, 4 query heads over 4 key/value heads, head size 64, bfloat16, causal, pages of 16.
 
 Takes every sequence with more than 1 query rows, whole or in chunks. A row block packs 1 query head(s) of one
-key/value head: its rows are consecutive (token, head) pairs. Programs take row blocks longest first, two each by their number
+key/value head. Programs take row blocks longest first, two each by their number
 and then in turn by a ticket; within a row block, key tiles run from the last, which the mask cuts, to the first.
 
 Two consumers of 4 warps own half a row block each and take turns at the tensor cores: a step issues the scores of a tile and the
@@ -51,10 +51,12 @@ COLUMNS: gl.constexpr = gl.constexpr(64)  # elements of a head that one copy mov
 BOX_KEYS: gl.constexpr = gl.constexpr(16)  # keys that one copy moves: of one page
 SPLIT_KEYS: gl.constexpr = gl.constexpr(True)  # two loaders share a tile by its keys; else by its panels of COLUMNS
 LOADER_BOXES: gl.constexpr = gl.constexpr(4)  # boxes of a panel that one loader copies
+LEFT_EDGE: gl.constexpr = gl.constexpr(False)  # whether rows have a first key that they see
 QUERY_SLOTS: gl.constexpr = gl.constexpr(2)  # query tiles in flight
 CONSUMERS: gl.constexpr = gl.constexpr(2)  # groups of 4 warps that compute
 THREADS: gl.constexpr = gl.constexpr(128)  # of a consumer
 ROWS: gl.constexpr = gl.constexpr(64)  # rows of a row block that a consumer owns
+TOKENS_EACH: gl.constexpr = gl.constexpr(64)  # tokens of each head that a consumer owns: ROWS / PACKED_HEADS
 CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(232)  # of a thread that computes
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(40)  # of a thread that loads
 FIRST_TURN: gl.constexpr = gl.constexpr(9)  # hardware barriers 9 and 10: those that the compiler leaves free
@@ -180,53 +182,45 @@ def _await_item(items, count):
 
 
 @gluon.jit
-def _read_lengths(seqs, live, lengths):
-    """First token, query rows and keys of sequences, all 0 where not `live`; keys that the block table's row cannot hold are cut."""
-    seq_lens_ptr, cu_seqlens_q_ptr, _, max_pages = lengths
-    start = gl.load(cu_seqlens_q_ptr + seqs, mask=live, other=0)
-    query_len = gl.load(cu_seqlens_q_ptr + seqs + 1, mask=live, other=0) - start
-    table_keys = max_pages.to(gl.int64) * PAGE_SIZE
-    kv_len = gl.load(seq_lens_ptr + seqs, mask=live, other=0).to(gl.int64)
-    return start, query_len, gl.maximum(gl.minimum(kv_len, table_keys), 0).to(gl.int32)
-
-
-@gluon.jit
-def _lowest_level(query_len, kv_len):
-    return gl.maximum(kv_len - query_len, 0) // BLOCK_TOKENS
-
-
-@gluon.jit
-def _intervals(first, lengths):
-    """Of sequences first .. first + 31, the lowest level and one past the highest, [32] each; equal where no block is ours."""
+def _read_group(first, lengths):
+    """Of sequences first .. first + 31, [32] each: first token, query rows and keys, as many as the block table's row can hold."""
+    seq_lens_ptr, cu_seqlens_q_ptr, num_seqs, max_pages = lengths
     seqs = first + gl.arange(0, 32, LANES)  # [32]
-    _, query_len, kv_len = _read_lengths(seqs, seqs < lengths[2], lengths)
-    takes = query_len >= MIN_QUERY_LEN
-    low = gl.where(takes, _lowest_level(query_len, kv_len), 0)
-    return low, low + gl.where(takes, (query_len + BLOCK_TOKENS - 1) // BLOCK_TOKENS, 0)
+    starts = gl.load(cu_seqlens_q_ptr + seqs, mask=seqs < num_seqs, other=0)
+    ends = gl.load(cu_seqlens_q_ptr + seqs + 1, mask=seqs < num_seqs, other=0)
+    kv_lens = gl.load(seq_lens_ptr + seqs, mask=seqs < num_seqs, other=0).to(gl.int64)
+    table_keys = max_pages.to(gl.int64) * PAGE_SIZE
+    return starts, ends - starts, gl.maximum(gl.minimum(kv_lens, table_keys), 0).to(gl.int32)
+
+
+@gluon.jit
+def _blocks_of(group):
+    """Row blocks of a group's sequences, 0 where one is not ours, and the octave of their keys, [32] each."""
+    _, query_lens, kv_lens = group
+    blocks = gl.where(query_lens >= MIN_QUERY_LEN, (query_lens + BLOCK_TOKENS - 1) // BLOCK_TOKENS, 0)
+    octaves = kv_lens.to(gl.float32).to(gl.int32, bitcast=True) >> 23  # the exponent of a float32
+    return blocks, gl.where(blocks > 0, octaves, -1)
 
 
 @gluon.jit
 def _extent(lengths):
-    blocks = gl.zeros([32], gl.int32, LANES)
-    highest = gl.zeros([32], gl.int32, LANES)
-    for first in range(0, lengths[2], 32):
-        low, end = _intervals(first, lengths)
-        blocks += end - low
-        highest = gl.maximum(highest, end)
-    return gl.sum(blocks, 0), gl.max(highest, 0)
+    group = _read_group(0, lengths)
+    blocks, highest = _blocks_of(group)
+    for first in range(32, lengths[2], 32):
+        more, octaves = _blocks_of(_read_group(first, lengths))
+        blocks += more
+        highest = gl.maximum(highest, octaves)
+    return gl.sum(blocks, 0), gl.max(highest, 0), group
 
 
 @gluon.jit
-def _census(top, lengths):
-    """Sequences that cover the level below `top`, and the highest edge below it, down to which they are the same."""
-    count = gl.zeros([32], gl.int32, LANES)
-    edge = gl.zeros([32], gl.int32, LANES)
+def _next_octave(octave, lengths):
+    """The highest octave below one that some sequence is in."""
+    highest = gl.full([32], -1, gl.int32, LANES)
     for first in range(0, lengths[2], 32):
-        low, end = _intervals(first, lengths)
-        covers = (low < top) & (top <= end)
-        count += covers.to(gl.int32)
-        edge = gl.maximum(edge, gl.where(covers, low, gl.where(end < top, end, 0)))
-    return gl.sum(count, 0), gl.max(edge, 0)
+        _, octaves = _blocks_of(_read_group(first, lengths))
+        highest = gl.maximum(highest, gl.where(octaves < octave, octaves, -1))
+    return gl.max(highest, 0)
 
 
 @gluon.jit
@@ -235,33 +229,27 @@ def _add(a, b):
 
 
 @gluon.jit
-def _find(block, top, above, lengths):
-    """The sequence of a block, the block's number in it, and where the search is to go on."""
-    # A name that stood for another at the head of a while loop would not be carried through it (Triton 3.7.1): none does.
-    count = 0
-    levels = 0  # below `top`, all with the same `count` sequences
-    while block >= above + count * levels:
-        above += count * levels
-        top -= levels
-        count, edge = _census(top, lengths)
-        levels = top - edge
-    level = top - 1 - (block - above) // count
-    rank = (block - above) % count  # among the sequences that cover the level
-
-    first = -32
-    found = 0
-    low = gl.zeros([32], gl.int32, LANES)
-    covers = gl.zeros([32], gl.int32, LANES)
-    while rank >= found:
-        rank -= found
+def _find(block, search, lengths):
+    """Go on to the group that holds a block."""
+    octave, first, above, found, ends, starts, query_lens, kv_lens = search
+    while block >= above + found:
+        above += found
         first += 32
-        low, end = _intervals(first, lengths)
-        covers = ((low <= level) & (level < end)).to(gl.int32)
-        found = gl.sum(covers, 0)
-    before = gl.associative_scan(covers, 0, _add)  # [32]
-    lane = gl.sum((before <= rank).to(gl.int32), 0)
-    lowest = gl.sum(gl.where(gl.arange(0, 32, LANES) == lane, low, 0), 0)
-    return first + lane, level - lowest, top, above
+        if first >= lengths[2]:
+            octave = _next_octave(octave, lengths)
+            first = 0
+        if lengths[2] > 32:  # else the only group is here
+            starts, query_lens, kv_lens = _read_group(first, lengths)
+        blocks, octaves = _blocks_of((starts, query_lens, kv_lens))
+        ends = gl.associative_scan(gl.where(octaves == octave, blocks, 0), 0, _add)
+        found = gl.max(ends, 0)
+    return octave, first, above, found, ends, starts, query_lens, kv_lens
+
+
+@gluon.jit
+def _lane(values, is_it):
+    """The value of one lane."""
+    return gl.sum(gl.where(is_it, values, 0), 0)
 
 
 @gluon.jit
@@ -270,18 +258,25 @@ def _write(slots, item, FIELD: gl.constexpr, value):
 
 
 @gluon.jit
-def _publish(items, count, ticket, blocks, top, above, lengths):
+def _publish(items, count, ticket, blocks, search, lengths):
     slots, full, empty = items
     item, parity = _slot(count, ITEMS)
     mbarrier.wait(empty.index(item), parity ^ 1)
     if ticket < blocks * HEAD_BLOCKS:
-        seq, row_block, top, above = _find(ticket // HEAD_BLOCKS, top, above, lengths)
-        start, query_len, kv_len = _read_lengths(seq, seq >= 0, lengths)
+        block = ticket // HEAD_BLOCKS
+        search = _find(block, search, lengths)
+        _, first, above, _, ends, starts, query_lens, kv_lens = search
+        lane = gl.sum((ends <= block - above).to(gl.int32), 0)
+        is_it = gl.arange(0, 32, LANES) == lane
+        start = _lane(starts, is_it)
+        query_len = _lane(query_lens, is_it)
+        kv_len = _lane(kv_lens, is_it)
+        row_block = above + _lane(ends, is_it) - 1 - block  # the last, which sees most, first
         tokens = query_len - row_block * BLOCK_TOKENS
         position = kv_len - tokens
         right = gl.maximum(position + gl.minimum(tokens, BLOCK_TOKENS), 0)
         first_tile = 0
-        _write(slots, item, SEQ, seq)
+        _write(slots, item, SEQ, first + lane)
         _write(slots, item, HEAD_BLOCK, ticket % HEAD_BLOCKS)
         _write(slots, item, TOKEN, start + row_block * BLOCK_TOKENS)
         _write(slots, item, TOKENS, tokens)
@@ -293,39 +288,57 @@ def _publish(items, count, ticket, blocks, top, above, lengths):
     else:
         _write(slots, item, END_TILE, 0)
     mbarrier.arrive(full.index(item))
-    return top, above
+    return search
 
 
 @gluon.jit
-def _page_ids(page_ids_ptr, first_key, left, kv_len, HALF: gl.constexpr):
-    """Pages of a loader's boxes of a tile; -1, which a copy answers with zeros, for those that hold no key to see."""
+def _page_ids(page_ids_ptr, first_key, left, kv_len, HALF: gl.constexpr, EDGE: gl.constexpr):
+    """Pages of a loader's boxes of a tile; EDGE: -1, which a copy answers with zeros, for those that hold no key to see."""
     ids = ()
+    first_key += HALF * LOADER_BOXES * SPLIT_KEYS * BOX_KEYS
+    ids_ptr = page_ids_ptr + first_key // PAGE_SIZE
     for box in gl.static_range(LOADER_BOXES):
-        key = first_key + (HALF * LOADER_BOXES * SPLIT_KEYS + box) * BOX_KEYS
-        present = (key < kv_len) & (key + BOX_KEYS > left)
-        ids = ids + (gl.load(page_ids_ptr + key // PAGE_SIZE, mask=present, other=-1),)
+        if EDGE:
+            key = first_key + box * BOX_KEYS
+            present = (key < kv_len) & (key + BOX_KEYS > left)
+            ids = ids + (gl.load(ids_ptr + box, mask=present, other=-1),)
+        else:
+            ids = ids + (gl.load(ids_ptr + box),)
     return ids
 
 
 @gluon.jit
-def _copy_half(tensor_map, tile, full, ids, first_key, kv_head, HALF: gl.constexpr):
+def _steps(strides, FLAT: gl.constexpr):
+    """(page, head) of a cache as a flat map counts them, in slots and in elements; else pages and heads are dimensions."""
+    if FLAT:
+        page, slot, head = strides
+        # In units of 8 elements, which strides are multiples of: 32 bits hold them, and divide fast.
+        return (page // 8).to(gl.int32) // (slot // 8).to(gl.int32), head.to(gl.int32)
+    else:
+        return 1, 1
+
+
+@gluon.jit
+def _copy_half(tensor_map, tile, full, ids, first_key, page_step, column, HALF: gl.constexpr, FLAT: gl.constexpr):
     """A loader's half of a tile [TILE_N, dims]: panels of COLUMNS dims, [TILE_N, COLUMNS] each, a page's keys a piece of each."""
     BOXES: gl.constexpr = TILE_N // BOX_KEYS
     PANELS: gl.constexpr = tile.shape[1] // COLUMNS
     MINE: gl.constexpr = PANELS if SPLIT_KEYS or PANELS == 1 else PANELS // 2
     FIRST_BOX: gl.constexpr = HALF * LOADER_BOXES * SPLIT_KEYS
     FIRST_PANEL: gl.constexpr = 0 if SPLIT_KEYS else HALF * MINE
-    pieces = tile._reinterpret(tensor_map.dtype, [PANELS * BOXES, 1, BOX_KEYS, 1, COLUMNS], tensor_map.layout)
+    BOX: gl.constexpr = [BOX_KEYS, COLUMNS] if FLAT else [1, BOX_KEYS, 1, COLUMNS]
+    pieces = tile._reinterpret(tensor_map.dtype, [PANELS * BOXES] + BOX, tensor_map.layout)
     mbarrier.expect(full, LOADER_BOXES * MINE * BOX_KEYS * COLUMNS * ITEMSIZE)
     slot = first_key % PAGE_SIZE  # not 0 only where pages are larger than tiles
     for box in gl.static_range(LOADER_BOXES):
         for panel in gl.static_range(MINE):
-            tma.async_copy_global_to_shared(
-                tensor_map,
-                [ids[box], slot, kv_head, (FIRST_PANEL + panel) * COLUMNS],
-                full,
-                pieces.index((FIRST_PANEL + panel) * BOXES + FIRST_BOX + box),
-            )
+            piece = pieces.index((FIRST_PANEL + panel) * BOXES + FIRST_BOX + box)
+            dim = (FIRST_PANEL + panel) * COLUMNS
+            if FLAT:
+                at = [ids[box] * page_step + slot, column + dim]
+            else:
+                at = [ids[box], slot, column, dim]
+            tma.async_copy_global_to_shared(tensor_map, at, full, piece)
 
 
 @gluon.jit
@@ -351,12 +364,52 @@ def _clean_half(tile, first_key, left, kv_len, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _load(tensor_map, ring, items, table, HALF: gl.constexpr, CLEAN: gl.constexpr):
-    """The last tile of an item first. CLEAN: zero what no row of the item sees."""
+def _load_tile(
+    tensor_map,
+    ring,
+    use,
+    page_ids_ptr,
+    first_key,
+    left,
+    kv_len,
+    page_step,
+    column,
+    cleaned,
+    HALF: gl.constexpr,
+    EDGE: gl.constexpr,
+    CLEAN: gl.constexpr,
+):
+    """A loader's half of a tile. EDGE: it may hold keys that no row sees; CLEAN: those are to be zero. Returns tiles cleaned so far."""
+    FLAT: gl.constexpr = len(tensor_map.block_shape) == 2
     tiles, full, empty = ring
+    ids = _page_ids(page_ids_ptr, first_key, left, kv_len, HALF, EDGE)
+    slot, parity = _slot(use, NUM_STAGES)
+    tile = tiles.index(slot)
+    mbarrier.wait(empty.index(slot), parity ^ 1)
+    if EDGE and CLEAN:
+        unclean = (first_key < left) | (first_key + TILE_N > kv_len)
+        copied = full.index(
+            gl.where(unclean, NUM_STAGES + HALF, slot)
+        )  # the loader's own barrier where it has to clean
+        _copy_half(tensor_map, tile, copied, ids, first_key, page_step, column, HALF, FLAT)
+        if unclean:
+            mbarrier.wait(copied, cleaned & 1)
+            cleaned += 1
+            _clean_half(tile, first_key, left, kv_len, HALF)
+            fence_async_shared()  # the matrix unit reads past the ordinary path that these stores took
+            mbarrier.arrive(full.index(slot))
+    else:
+        _copy_half(tensor_map, tile, full.index(slot), ids, first_key, page_step, column, HALF, FLAT)
+    return cleaned
+
+
+@gluon.jit
+def _load(tensor_map, ring, items, table, strides, HALF: gl.constexpr, CLEAN: gl.constexpr):
+    """The last tile of an item first. CLEAN: zero what no row of the item sees."""
+    page_step, head_step = _steps(strides, len(tensor_map.block_shape) == 2)
     item_empty = items[2]
     block_table_ptr, block_table_stride = table
-    HAS_HALF: gl.constexpr = HALF == 0 or SPLIT_KEYS or tiles.shape[2] > COLUMNS
+    HAS_HALF: gl.constexpr = HALF == 0 or SPLIT_KEYS or ring[0].shape[2] > COLUMNS
     count = 0  # of items
     use = 0  # of the ring
     cleaned = 0
@@ -366,28 +419,44 @@ def _load(tensor_map, ring, items, table, HALF: gl.constexpr, CLEAN: gl.constexp
         first_tile = _field(items, item, FIRST_TILE)
         kv_len = _field(items, item, KEYS)
         left = 0
-        kv_head = _field(items, item, HEAD_BLOCK) * PACKED_HEADS // GROUP
+        column = _field(items, item, HEAD_BLOCK) * PACKED_HEADS // GROUP * head_step
         page_ids_ptr = block_table_ptr + _field(items, item, SEQ).to(gl.int64) * block_table_stride
         mbarrier.arrive(item_empty.index(item))
         if HAS_HALF:
-            for index in range(first_tile, end_tile):
-                first_key = (first_tile + end_tile - 1 - index) * TILE_N
-                ids = _page_ids(page_ids_ptr, first_key, left, kv_len, HALF)
-                slot, parity = _slot(use, NUM_STAGES)
-                tile = tiles.index(slot)
-                mbarrier.wait(empty.index(slot), parity ^ 1)
-                if CLEAN:
-                    unclean = (first_key < left) | (first_key + TILE_N > kv_len)
-                    copied = full.index(gl.where(unclean, NUM_STAGES + HALF, slot))
-                    _copy_half(tensor_map, tile, copied, ids, first_key, kv_head, HALF)
-                    if unclean:
-                        mbarrier.wait(copied, cleaned & 1)
-                        cleaned += 1
-                        _clean_half(tile, first_key, left, kv_len, HALF)
-                        fence_async_shared()  # the matrix unit reads past the ordinary path that these stores took
-                        mbarrier.arrive(full.index(slot))
-                else:
-                    _copy_half(tensor_map, tile, full.index(slot), ids, first_key, kv_head, HALF)
+            first_key = (end_tile - 1) * TILE_N
+            cleaned = _load_tile(
+                tensor_map,
+                ring,
+                use,
+                page_ids_ptr,
+                first_key,
+                left,
+                kv_len,
+                page_step,
+                column,
+                cleaned,
+                HALF,
+                True,
+                CLEAN,
+            )
+            use += 1
+            for _ in range(first_tile + 1, end_tile):
+                first_key -= TILE_N
+                cleaned = _load_tile(
+                    tensor_map,
+                    ring,
+                    use,
+                    page_ids_ptr,
+                    first_key,
+                    left,
+                    kv_len,
+                    page_step,
+                    column,
+                    cleaned,
+                    HALF,
+                    LEFT_EDGE,
+                    CLEAN,
+                )
                 use += 1
         count += 1
         item = _await_item(items, count)
@@ -395,10 +464,16 @@ def _load(tensor_map, ring, items, table, HALF: gl.constexpr, CLEAN: gl.constexp
 
 
 @gluon.jit
+def _claim(tickets_ptr):
+    """The next ticket, in lane 0 of [32]: no one waits for it before it is read."""
+    lanes = gl.arange(0, 32, LANES)
+    return gl.atomic_add(tickets_ptr + lanes, gl.full([32], 1, gl.int32, LANES), mask=lanes == 0, sem="relaxed")
+
+
+@gluon.jit
 def _copy_queries(q_map, queries, count, token, head):
-    """The two halves of a row block: PACKED_HEADS heads of ROWS / PACKED_HEADS tokens each."""
+    """The two halves of a row block: PACKED_HEADS heads of TOKENS_EACH tokens each."""
     tiles, full, empty = queries
-    TOKENS_EACH: gl.constexpr = ROWS // PACKED_HEADS
     PANELS: gl.constexpr = BLOCK_QK // COLUMNS
     slot, parity = _slot(count, QUERY_SLOTS)
     for consumer in gl.static_range(CONSUMERS):
@@ -406,34 +481,29 @@ def _copy_queries(q_map, queries, count, token, head):
         mbarrier.wait(empty.index(place), parity ^ 1)
         mbarrier.expect(full.index(place), ROWS * BLOCK_QK * ITEMSIZE)
         pieces = tiles.index(place)._reinterpret(
-            q_map.dtype, [PANELS, TOKENS_EACH, PACKED_HEADS, COLUMNS], q_map.layout
+            q_map.dtype, [PANELS, PACKED_HEADS, TOKENS_EACH, COLUMNS], q_map.layout
         )
         for panel in gl.static_range(PANELS):
             tma.async_copy_global_to_shared(
-                q_map, [token + consumer * TOKENS_EACH, head, panel * COLUMNS], full.index(place), pieces.index(panel)
+                q_map, [head, token + consumer * TOKENS_EACH, panel * COLUMNS], full.index(place), pieces.index(panel)
             )
 
 
 @gluon.jit
-def _copy_keys(k_map, keys, use, page_ids_ptr, first_key, left, kv_len, kv_head):
-    tiles, full, empty = keys
-    ids = _page_ids(page_ids_ptr, first_key, left, kv_len, 0)
-    slot, parity = _slot(use, NUM_STAGES)
-    mbarrier.wait(empty.index(slot), parity ^ 1)
-    _copy_half(k_map, tiles.index(slot), full.index(slot), ids, first_key, kv_head, 0)
-
-
-@gluon.jit
-def _plan_and_load(q_map, k_map, queries, keys, items, table, lengths, tickets_ptr):
+def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, tickets_ptr):
     """An item is planned while the one before is loaded."""
+    page_step, head_step = _steps(strides, len(k_map.block_shape) == 2)
     block_table_ptr, block_table_stride = table
     programs = gl.num_programs(0)
     # Two rounds by number, the second the other way round, then by ticket: each program knows two items without waiting.
     program = gl.program_id(0)
-    ticket = 2 * programs - 1 - program
-    blocks, top = _extent(lengths)
-    above = 0
-    top, above = _publish(items, 0, program, blocks, top, above, lengths)
+    lanes = gl.arange(0, 32, LANES)
+    claimed = gl.full([32], -1, gl.int32, LANES) - program  # in lane 0
+    blocks, highest, group = _extent(lengths)
+    starts, query_lens, kv_lens = group
+    none = program * 0
+    search = (highest, none - 32, none, none, 0 * lanes, starts, query_lens, kv_lens)
+    search = _publish(items, 0, program, blocks, search, lengths)
     count = 0  # of items
     use = 0  # of the ring of keys
     end_tile = _field(items, 0, END_TILE)
@@ -441,20 +511,36 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, lengths, tickets_p
         item = count % ITEMS
         head = _field(items, item, HEAD_BLOCK) * PACKED_HEADS
         _copy_queries(q_map, queries, count, _field(items, item, TOKEN), head)
-        kv_head = head // GROUP
+        column = head // GROUP * head_step
         kv_len = _field(items, item, KEYS)
         left = 0
         first_tile = _field(items, item, FIRST_TILE)
         page_ids_ptr = block_table_ptr + _field(items, item, SEQ).to(gl.int64) * block_table_stride
-        _copy_keys(k_map, keys, use, page_ids_ptr, (end_tile - 1) * TILE_N, left, kv_len, kv_head)
+        first_key = (end_tile - 1) * TILE_N
+        _load_tile(k_map, keys, use, page_ids_ptr, first_key, left, kv_len, page_step, column, 0, 0, True, False)
         use += 1
-        # The next item early: its first scores are computed with this one's last values.
-        top, above = _publish(items, count + 1, ticket, blocks, top, above, lengths)
-        for index in range(first_tile + 1, end_tile):
-            first_key = (first_tile + end_tile - 1 - index) * TILE_N
-            _copy_keys(k_map, keys, use, page_ids_ptr, first_key, left, kv_len, kv_head)
+        # The next item is claimed late, so that who is done first takes it, and planned when two tiles are left: its first scores
+        # are computed with this one's last values.
+        planned = gl.maximum(end_tile - 2, first_tile + 1)
+        claim = gl.maximum(planned - 2, first_tile + 1)
+        for index in range(first_tile + 1, planned):
+            if (index == claim) & (count > 0):
+                claimed = _claim(tickets_ptr)
+            first_key -= TILE_N
+            _load_tile(
+                k_map, keys, use, page_ids_ptr, first_key, left, kv_len, page_step, column, 0, 0, LEFT_EDGE, False
+            )
             use += 1
-        ticket = gl.atomic_add(tickets_ptr, 1, sem="relaxed") + 2 * programs
+        if (planned == first_tile + 1) & (count > 0):
+            claimed = _claim(tickets_ptr)
+        ticket = gl.sum(gl.where(lanes == 0, claimed, 0), 0) + 2 * programs
+        search = _publish(items, count + 1, ticket, blocks, search, lengths)
+        for _ in range(planned, end_tile):
+            first_key -= TILE_N
+            _load_tile(
+                k_map, keys, use, page_ids_ptr, first_key, left, kv_len, page_step, column, 0, 0, LEFT_EDGE, False
+            )
+            use += 1
         count += 1
         end_tile = _field(items, count % ITEMS, END_TILE)
     if gl.atomic_add(tickets_ptr + 1, 1) == programs - 1:
@@ -466,6 +552,13 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, lengths, tickets_p
 @gluon.constexpr_function
 def _accumulator(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _rows(CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
+    """Token and head, within a row block, of each of a consumer's rows, [ROWS]: its tokens head by head."""
+    rows = gl.arange(0, ROWS, LAYOUT)
+    return CONSUMER * TOKENS_EACH + rows % TOKENS_EACH, rows // TOKENS_EACH
 
 
 @gluon.jit
@@ -518,13 +611,13 @@ def _finish(row_max, row_sum, CONSUMER: gl.constexpr, item, items, outputs):
     _, _, _, lse_ptr, store_lse = outputs
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)  # [ROWS]
     empty = total == 0.0
-    rows = CONSUMER * ROWS + gl.arange(0, ROWS, row_max.type.layout)
-    heads = _field(items, item, HEAD_BLOCK) * PACKED_HEADS + rows % PACKED_HEADS
-    live = rows // PACKED_HEADS < _field(items, item, TOKENS)
     divisor = gl.where(empty, 1.0, total)
-    tokens = (_field(items, item, TOKEN) + rows // PACKED_HEADS).to(gl.int64)
-    lse = gl.where(empty, float("-inf"), (row_max + gl.log2(divisor)) * LN2)
-    gl.store(lse_ptr + tokens * QUERY_HEADS + heads, lse, mask=live & (store_lse != 0))
+    if store_lse != 0:
+        row_tokens, row_heads = _rows(CONSUMER, row_max.type.layout)
+        lse = gl.where(empty, float("-inf"), (row_max + gl.log2(divisor)) * LN2)
+        places = (_field(items, item, TOKEN) + row_tokens).to(gl.int64) * QUERY_HEADS + row_heads
+        places += _field(items, item, HEAD_BLOCK) * PACKED_HEADS
+        gl.store(lse_ptr + places, lse, mask=row_tokens < _field(items, item, TOKENS))
     return 1.0 / divisor
 
 
@@ -610,9 +703,9 @@ def _step(
 @gluon.jit
 def _edges(items, item, CONSUMER: gl.constexpr):
     """[ROWS] each: the last key that a row sees, and with a left edge the first. Rows behind the sequence see what its last one does."""
-    rows = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, _accumulator(TILE_N)))
+    tokens, _ = _rows(CONSUMER, gl.SliceLayout(1, _accumulator(TILE_N)))
     last_key = _field(items, item, KEYS) - 1
-    positions = gl.minimum(_field(items, item, POSITION) + rows // PACKED_HEADS, last_key)
+    positions = gl.minimum(_field(items, item, POSITION) + tokens, last_key)
     return (positions,)
 
 
@@ -623,11 +716,12 @@ def _store(acc, inverse, CONSUMER: gl.constexpr, item, items, outputs):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])  # 16 bytes a thread
     out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), WIDE)
-    rows = CONSUMER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    tokens, heads = _rows(CONSUMER, gl.SliceLayout(1, WIDE))
     dims = gl.arange(0, BLOCK_V, gl.SliceLayout(0, WIDE))
-    tokens = (_field(items, item, TOKEN) + rows // PACKED_HEADS).to(gl.int64)
-    heads = _field(items, item, HEAD_BLOCK) * PACKED_HEADS + rows % PACKED_HEADS
-    live = rows // PACKED_HEADS < _field(items, item, TOKENS)
+    live = tokens < _field(items, item, TOKENS)
+    out_ptr += (
+        _field(items, item, TOKEN) * out_stride_token + _field(items, item, HEAD_BLOCK) * PACKED_HEADS * out_stride_head
+    )
     gl.store(
         out_ptr + (tokens * out_stride_token + heads * out_stride_head)[:, None] + dims[None, :],
         out,
@@ -644,18 +738,25 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, zero
         _pass_turn(1)  # consumer 0 begins
     count = 0  # of items
     use = 0  # of keys and values
-    item = _await_item(items, count)
-    end_tile = _field(items, item, END_TILE)
     weights = gl.zeros([ROWS, TILE_N], gl.float32, _accumulator(TILE_N))
     row_max = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
     row_sum = _row_sum(weights)
-    if end_tile > 0:
-        mbarrier.wait(query_full.index(CONSUMER), 0)
-        _await_use(keys, 0)
-        scores = _scores(query_tiles.index(CONSUMER), keys, 0)
-        scores = warpgroup_mma_wait(0, [scores])
-        _release(keys, 0)
-        weights, row_max, row_sum = _softmax_first(scores, _edges(items, item, CONSUMER), (end_tile - 1) * TILE_N)
+    item = 0
+    end_tile = 1
+    # Twice, and the first time of whatever there is: it brings the code, while the first tiles are under way.
+    for ready in range(zero, 2):
+        if ready > 0:
+            _await_item(items, count)
+            end_tile = _field(items, item, END_TILE)
+            if end_tile > 0:
+                mbarrier.wait(query_full.index(CONSUMER), 0)
+                _await_use(keys, 0)
+        if end_tile > 0:
+            scores = _scores(query_tiles.index(CONSUMER), keys, 0)
+            scores = warpgroup_mma_wait(0, [scores])
+            if ready > 0:
+                _release(keys, 0)
+            weights, row_max, row_sum = _softmax_first(scores, _edges(items, item, CONSUMER), (end_tile - 1) * TILE_N)
     while end_tile > 0:
         place = (count % QUERY_SLOTS) * CONSUMERS + CONSUMER
         query = query_tiles.index(place)
@@ -665,7 +766,7 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, zero
         acc = gl.zeros([ROWS, BLOCK_V], gl.float32, _accumulator(BLOCK_V))
         factors = gl.full([ROWS], 1.0, gl.float32, row_max.type.layout)
         # Tiles up to the first row's position are visible to every row.
-        position = _field(items, item, POSITION) + CONSUMER * (ROWS // PACKED_HEADS)
+        position = _field(items, item, POSITION) + CONSUMER * TOKENS_EACH
         full_end = gl.minimum(gl.maximum(gl.maximum(position + 1, 0) // TILE_N, first_tile), last_tile)
         for index in range(full_end, last_tile):
             first_key = (full_end + last_tile - 1 - index) * TILE_N
@@ -680,7 +781,7 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, zero
             )
             use += 1
         async_copy.mbarrier_arrive(query_empty.index(place), increment_count=False)
-        inverse = _finish(row_max, row_sum, CONSUMER, item, items, outputs)
+        item_max, item_sum = row_max, row_sum
 
         count += 1
         next_item = _await_item(items, count)
@@ -703,6 +804,7 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, zero
             acc = warpgroup_mma_wait(0, [_add_values(values, use, weights, acc, factors)])
         _release(values, use)
         use += 1
+        inverse = _finish(item_max, item_sum, CONSUMER, item, items, outputs)
         _store(acc, inverse, CONSUMER, item, items, outputs)
         mbarrier.arrive(item_empty.index(item))
         item = next_item
@@ -723,6 +825,12 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
     max_pages,
     store_lse,
     block_table_stride,
+    k_cache_stride_page,
+    k_cache_stride_slot,
+    k_cache_stride_head,
+    v_cache_stride_page,
+    v_cache_stride_slot,
+    v_cache_stride_head,
     out_stride_token,
     out_stride_head,
 ):
@@ -767,16 +875,18 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
     values = (value_tiles, value_full, value_empty)
     items = (item_slots, item_full, item_empty)
     table = (block_table_ptr, block_table_stride)
+    key_strides = (k_cache_stride_page, k_cache_stride_slot, k_cache_stride_head)
+    value_strides = (v_cache_stride_page, v_cache_stride_slot, v_cache_stride_head)
     lengths = (seq_lens_ptr, cu_seqlens_q_ptr, num_seqs, max_pages)
     outputs = (out_ptr, out_stride_token, out_stride_head, lse_ptr, store_lse)
     gl.warp_specialize(
         [
             (_consume, (0, queries, keys, values, items, outputs, zero)),
             (_consume, (1, queries, keys, values, items, outputs, zero)),
-            (_plan_and_load, (q_map, k_map, queries, keys, items, table, lengths, tickets_ptr)),
-            (_load, (k_map, keys, items, table, 1, False)),
-            (_load, (v_map, values, items, table, 0, True)),
-            (_load, (v_map, values, items, table, 1, True)),
+            (_plan_and_load, (q_map, k_map, queries, keys, items, table, key_strides, lengths, tickets_ptr)),
+            (_load, (k_map, keys, items, table, key_strides, 1, False)),
+            (_load, (v_map, values, items, table, value_strides, 0, True)),
+            (_load, (v_map, values, items, table, value_strides, 1, True)),
         ],
         [4, 1, 1, 1, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
