@@ -27,7 +27,7 @@ Progress = Callable[[int, int, str, str], None]
 Key = tuple[str, str]
 Outcome = Binary | Refused | Failed
 
-_FACTS = 1  # of the facts in a Binary: raise it when how they are read changes
+_FACTS = 2  # of the facts in a Binary: raise it when how they are read changes, or what is refused
 _TIME_LIMIT = 900.0  # seconds for one kernel
 _PAUSE = 0.05  # seconds before looking again whether another process has finished a kernel
 # What changes Triton's output or its speed; a build must not depend on the user's environment.

@@ -15,7 +15,7 @@ from types import ModuleType
 from specgen import resources
 from specgen.binary import Binary, CompileJob, Failed, Refused
 from specgen.child import serve
-from specgen.descriptors import ambiguous_descriptors
+from specgen.descriptors import wrong_descriptors
 from specgen.errors import BuildError
 from specgen.toolchain import assembler, is_nvidia
 
@@ -118,7 +118,7 @@ def _compile(job: CompileJob, folder: Path) -> Binary | Refused:
     data = compiled.asm["cubin" if nvidia else "hsaco"]
     if nvidia:
         _check_parameters(job, compiled.asm["ptx"])
-        if kind is GluonASTSource and (wrong := ambiguous_descriptors(resources.machine_code(data))):
+        if wrong := wrong_descriptors(resources.machine_code(data)):
             return Refused(f"ptxas lost what a matrix product is to read: {wrong[0]}")
         usage = resources.read_cubin(data, metadata.name)
     else:

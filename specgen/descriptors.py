@@ -1,8 +1,9 @@
-"""Whether a kernel's matrix products read the tiles that they should: a check against one fault of the pinned assembler.
+"""Whether a kernel's matrix products read the tiles that they should: a check against a fault of the pinned assembler.
 
 ptxas 12.8 (PTX to machine code) may share part of a tile's descriptor between two loops and compute it on the way into the
-first alone; where that loop runs no time, the second reads another tile. The result is silently wrong, for some lengths only.
-In the machine code it shows: the descriptor is set outside of the loop, and by more than one instruction. Pure: text in, facts out.
+first alone, or from a register that holds nothing yet; where the first loop runs no time, the second reads another tile. The
+result is silently wrong, for some lengths only. In the machine code it shows: a product's descriptor is read before it is set,
+or set outside of its loop and by more than one instruction. Pure: text in, facts out.
 """
 
 import re
@@ -12,7 +13,7 @@ from specgen import loops
 
 _CODE = re.compile(r"/\*.*?\*/")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-_PRODUCT = re.compile(r"^HGMMA\S* R\d+, gdesc\[UR(\d+)\]")  # both operands by descriptor, of two registers each
+_PRODUCT = re.compile(r"^HGMMA\S* R\d+, (R\d+, )?gdesc\[UR(\d+)\]")  # of four: a descriptor for each operand that is in memory
 _REGISTER = re.compile(r"\b(UR?|R)(\d+)\b")
 
 
@@ -26,24 +27,22 @@ class _Step:
     reads: tuple[str, ...]
 
 
-def ambiguous_descriptors(listing: str) -> list[str]:
-    """One text for each matrix product of a main loop whose descriptor comes from outside of it and has several origins.
+def wrong_descriptors(listing: str) -> list[str]:
+    """One text for each matrix product whose descriptor may hold what it should not, see above.
 
     `listing` is that of `cuobjdump -sass`, of one kernel. Empty: there is none.
     """
     instructions = loops.parse_sass(listing)
     steps = [_step(line) for line in loops.sass_lines(listing)]
     search = _Search(instructions, steps)
+    innermost = {index: loop for loop in loops.main_loops(instructions) for index in loop}
     found = []
-    for loop in loops.main_loops(instructions):
-        for index in sorted(loop):
-            product = _PRODUCT.match(steps[index].text)
-            if product is None:
-                continue
-            first = int(product[1])
-            for register in (f"UR{first}", f"UR{first + 1}"):
-                if reason := search.ambiguous(register, index, loop):
-                    found.append(f"{steps[index].text}: {reason}")
+    for index, step in enumerate(steps):
+        if product := _PRODUCT.match(step.text):
+            first = int(product[2])
+            for number in range(first + 2 if product[1] else first, first + 4):
+                if reason := search.unset(f"UR{number}", index) or search.ambiguous(f"UR{number}", index, innermost.get(index)):
+                    found.append(f"{step.text}: {reason}")
     return found
 
 
@@ -59,7 +58,9 @@ def _step(line: str) -> _Step:
         return _Step(plain, text != plain, (), ())
     width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
     sets = tuple(f"{target[1]}{int(target[2]) + i}" for i in range(width))
-    reads = tuple(f"{kind}{number}" for kind, number in _REGISTER.findall(",".join(operands[1:])) if kind != "U")
+    pair = 2 if name.startswith("UIADD3.64") else 1
+    named = _REGISTER.findall(",".join(operands[1:]))
+    reads = tuple(f"{kind}{int(number) + i}" for kind, number in named if kind != "U" for i in range(pair))
     return _Step(plain, text != plain, sets, reads)
 
 
@@ -73,10 +74,30 @@ class _Search:
                 self._predecessors[following].append(block)
         self._block_of = {index: number for number, block in enumerate(self._blocks) for index in block}
 
-    def ambiguous(self, register: str, at: int, loop: frozenset[int]) -> str:
-        """Why the value of `register` at an instruction has several origins, or ""; a value that the loop itself sets has not."""
-        origins = self._origins(register, at)
-        if any(origin in loop for origin in origins):
+    def unset(self, register: str, at: int) -> str:
+        """Why the value of `register` at an instruction may come from one that is read before it is set, or ""."""
+        seen: set[tuple[str, int]] = set()
+        waiting = [(register, at)]
+        while waiting:
+            register, at = waiting.pop()
+            for origin in self._origins(register, at):
+                if origin < 0:
+                    return f"{register} is read by {self._steps[at].text!r} before it is set"
+                for read in self._steps[origin].reads:
+                    if read.startswith("UR") and (read, origin) not in seen:
+                        seen.add((read, origin))
+                        waiting.append((read, origin))
+        return ""
+
+    def ambiguous(self, register: str, at: int, loop: frozenset[int] | None) -> str:
+        """Why the value of `register` at an instruction of a loop has several origins, or ""; a value that the loop sets has not.
+
+        R2UR is none: it brings back what was set before and put away.
+        """
+        origins = {i for i in self._origins(register, at) if i < 0 or not self._steps[i].text.startswith("R2UR")}
+        if loop is None or any(origin in loop for origin in origins):
+            return ""
+        if not origins:
             return ""
         if len(origins) > 1:
             places = ", ".join("the entry" if i < 0 else repr(self._steps[i].text) for i in sorted(origins)[:3])

@@ -101,5 +101,6 @@ class Shape:
             "split_keys": self.split_keys,
             "loader_boxes": self.loader_boxes,
             "consumer_rows": MATRIX_ROWS,
+            "consumer_tokens": MATRIX_ROWS // self.variant.packed_heads,
             "itemsize": g.itemsize,
         }

@@ -13,6 +13,8 @@ ATTENTION_FAMILIES = (*ROLES, "varlen")
 GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
+# Extent of a dimension of a tensor map that nothing is beyond: coordinates are made from a block table and are in range.
+UNBOUNDED = (1 << 31) - 1
 # Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
 # alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, keys of a box.
 TUNABLES = ("align", "fetch", "heads", "unit")
@@ -65,17 +67,12 @@ class Geometry:
     @property
     def qk_tiles(self) -> tuple[int, ...]:
         """Widths of the one or two tiles that hold a head of queries or keys."""
-        return self._tiles(self.qk_dim)
+        return sizes.head_tiles(self.qk_dim)
 
     @property
     def v_tiles(self) -> tuple[int, ...]:
         """Widths of the tiles that hold a head of values."""
-        return self._tiles(self.v_dim)
-
-    def _tiles(self, dim: int) -> tuple[int, ...]:
-        # Two tiles beside the loop over prefix ranges gave wrong rows in prefill on an H200 (Triton 3.7.1; right in the
-        # interpreter): head sizes 36 to 48, float16 and bfloat16.
-        return (sizes.head_tile(dim),) if self.prefix_ranges else sizes.head_tiles(dim)
+        return sizes.head_tiles(self.v_dim)
 
     @property
     def plain(self) -> bool:
@@ -188,7 +185,7 @@ class Variant:
         A box is BOX_COLUMNS elements of every row that one copy moves: of one page for keys and values.
         """
         made = {
-            "q_map": self._map("q", ("num_tokens", self.geometry.query_heads, self.geometry.qk_dim), ("token", "head"), self.query_box),
+            "q_map": self._map("q", (self.geometry.query_heads, "num_tokens", self.geometry.qk_dim), ("head", "token"), self.query_box),
             "k_map": self._cache_map("k", self.geometry.qk_dim),
             "v_map": self._cache_map("v", self.geometry.v_dim),
         }
@@ -196,9 +193,9 @@ class Variant:
 
     @property
     def query_box(self) -> tuple[int, int]:
-        """(tokens, heads) of the query rows that one copy moves: half a row block, heads of one key/value head packed."""
+        """(heads, tokens) of the query rows that one copy moves: half a row block, heads of one key/value head packed."""
         heads = self.packed_heads
-        return max(self.config.block_m // 2 // heads, 1), heads
+        return heads, max(self.config.block_m // 2 // heads, 1)
 
     @property
     def packed_heads(self) -> int:
@@ -271,7 +268,15 @@ class Variant:
             return self._map(
                 operand, (pages, heads, slots, dim), ("page", "head", "slot"), (1, self.heads_box, self.keys_box)
             )
+        if self._is_flat(dim):
+            return self._map(operand, (UNBOUNDED, UNBOUNDED), ("slot",), (self.keys_box,))
         return self._map(operand, (pages, slots, heads, dim), ("page", "slot", "head"), (1, self.keys_box, 1))
+
+    def _is_flat(self, dim: int) -> bool:
+        """Whether prefill_ws sees a cache as a matrix, slots by elements, in which pages and heads are offsets: TMA moves a box of two
+        dimensions faster than one of four. What is beyond a head is then its neighbour's, so heads fill their tiles.
+        """
+        return dim == sum(self._tiles((), dim))
 
     def _map(self, operand: str, extents: tuple, strides: tuple, box: tuple) -> TensorMap:
         tensor = "q" if operand == "q" else f"{operand}_cache"

@@ -19,6 +19,7 @@ from specgen.data_files import SPECS, TEMPLATES
 from specgen.expand import expand, geometry
 from specgen.load import load
 from specgen.rules import refusals
+from specgen.runtime.arguments import ROLES
 from specgen.runtime.package import Package
 from specgen.spec import json_schema
 from specgen.target import load_targets
@@ -50,19 +51,21 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _families() -> list[str]:
+def _families(spec) -> list[str]:
     """The families that a build makes, in the order of first use."""
-    return list(dict.fromkeys(use.variant.family for use in expand(spec_of(), load_targets()).uses))
+    return list(dict.fromkeys(use.variant.family for use in expand(spec, load_targets()).uses))
 
 
 def _variant(family: str, spec) -> Variant:
     shape = geometry(spec, spec.attention[0], spec.tensor_parallel[0])
-    rows = 1 if family in ("decode", "prefill") else None
+    rows = 1 if family in ROLES else None
     return Variant(family, shape, _CONFIG, True, 4, rows)
 
 
 def _effect(family: str, spec, without) -> str:
     """What a field changes in a family's kernel: equal symbols are equal code (tests/test_dispatch_rows.py)."""
+    if family not in _families(spec):
+        return f"`{ROLES[family]}` instead"
     plain, other = _variant(family, without), _variant(family, spec)
     if extra := [a.name for a in other.arguments if a not in plain.arguments]:
         tensors = dict.fromkeys(
@@ -86,7 +89,7 @@ def _pair(first: str, second: str) -> tuple[str, str] | str | None:
 
 def combinations() -> str:
     """docs/combinations.md."""
-    families = _families()
+    families = _families(spec_of())
     lines = [
         "# What works with what",
         "",
@@ -97,7 +100,8 @@ def combinations() -> str:
         "What a field changes in the kernels of a family, switched on alone. *Same code*: the field works there and the kernel",
         "is the one that a spec without it gets, because the field is data (strides, a bound, another operand), or does not",
         "concern that family. *Own code*: the value is a constant of the kernel, and a kernel without the field has no trace of",
-        "it. *Takes*: tensors that a call passes besides.",
+        "it. *Takes*: tensors that a call passes besides. decode_ws and prefill_ws are written for sm_90 and serve aligned tensors;",
+        "*instead*: with the field the plain family serves there too.",
         "",
         _row("field", *families),
         _row(*["---"] * (len(families) + 1)),

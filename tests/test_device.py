@@ -1,6 +1,7 @@
 """Device: which binaries a GPU gets, and each way in which it gets none, on stand-in drivers. No GPU."""
 
 import sys
+import warnings
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,17 @@ def test_the_exact_architecture_runs_its_binaries(gpu):
     device.load_all()
     device.load_all()
     assert len(fake.standin.logged("cuModuleLoadData")) == 2
+
+
+def test_a_gpu_that_is_no_target_is_told_which_table_serves_it(gpu):
+    fake = gpu({"small": variant(sm_90={})}, multiprocessors=114)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert fake.open().multiprocessors == 114
+    (message,) = (str(warning.message) for warning in caught)
+    assert "has 114 multiprocessors" in message and "chosen for sm_90 with 132 multiprocessors" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpu({"small": variant(sm_90={})}).open()
 
 
 def test_the_current_device_and_a_second_one(gpu):

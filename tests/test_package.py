@@ -134,6 +134,21 @@ def test_interleaved_caches_and_sliced_queries_are_aligned(package):
     assert launched(package)[0][0] == "decode_global_8_2_a"
 
 
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("checks", ["shapes", "none"])
+def test_pages_between_slots_are_unaligned(package, which, checks):
+    """A kernel may count the stride of pages in slots."""
+    tensors, keywords = batch()
+    given = list(tensors)
+    pages, size = len(given[which]), given[which][0].numel()
+    apart = torch.zeros(pages, size + 4)[:, :size].view(given[which].shape)
+    given[which] = apart.copy_(given[which])
+    out = package.attention(*given, **keywords, max_seqlen_q=2, checks=checks)
+    assert launched(package)[0][0] == "decode_global_8_2_u"
+    assert "pages no multiple of" in str(package.explain(*given, **keywords))
+    torch.testing.assert_close(out, package.attention(*tensors, **keywords, max_seqlen_q=2))
+
+
 def test_nothing_to_launch(package):
     tensors, keywords = batch([(0, 3), (0, 0)])
     assert package.attention(*tensors, **keywords).shape == (0, 8, V)

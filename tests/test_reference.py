@@ -417,10 +417,16 @@ class StandIn(types.ModuleType):
         )
 
 
+def opened(arch, **stand_ins):
+    """A device whose kernels named in `stand_ins` are served by others."""
+    variants = {symbol: {"stand_in": other} for symbol, other in stand_ins.items()}
+    return types.SimpleNamespace(arch=arch, manifest={"variants": variants}, serving=lambda symbol: stand_ins.get(symbol, symbol))
+
+
 @pytest.fixture
 def interpreter(monkeypatch):
     """As if on a machine without a GPU, the interpreter on; the stand-in's rows are the device's."""
-    monkeypatch.setattr(checks, "device_arch", lambda package, device: "sm_90")
+    monkeypatch.setattr(checks, "open_device", lambda package, device: opened("sm_90"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
@@ -571,9 +577,24 @@ def test_helpers_fail_when_dispatch_chooses_another(interpreter):
 
 
 def test_helpers_skip_rows_of_other_architectures(interpreter, monkeypatch):
-    monkeypatch.setattr(checks, "device_arch", lambda package, device: "gfx942")
+    monkeypatch.setattr(checks, "open_device", lambda package, device: opened("gfx942"))
     with pytest.raises(SkipTest, match="sm_90 only, not on gfx942"):
         testing.check_attention(StandIn(CASE, symbol=CASE.symbol), CASE, "groups")
+
+
+def test_helpers_take_what_serves_a_row_and_skip_what_does_not(interpreter, monkeypatch):
+    """A kernel that ships as a binary alone and its stand-in: whichever does not run here has nothing to test."""
+    monkeypatch.setattr(checks, "open_device", lambda package, device: opened("sm_90", binary=CASE.symbol))
+    package = StandIn(CASE, symbol="binary")
+    testing.check_attention(package, CASE, "groups")
+    with pytest.raises(SkipTest, match="take turns"):
+        testing.check_attention(package, replace(CASE, symbol="binary"), "groups")
+    manifest = {"variants": {"binary": {"stand_in": CASE.symbol}}}
+    device = types.SimpleNamespace(arch="sm_90", manifest=manifest, serving=lambda symbol: symbol)
+    monkeypatch.setattr(checks, "open_device", lambda package, _: device)
+    testing.check_attention(package, replace(CASE, symbol="binary"), "groups")
+    with pytest.raises(SkipTest, match="take turns"):
+        testing.check_attention(package, CASE, "groups")
 
 
 def test_skips_say_why(monkeypatch):

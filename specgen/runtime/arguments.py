@@ -76,7 +76,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "prefill": _taken(but=("partial", "counters", "tickets", *_MAP_SIZES)),
     "prefill_ws": (
         *_maps("q_map", "k_map", "v_map"),
-        *_taken(but=("partial", "counters", *_MAP_SIZES, *_IN_Q_MAP, *_IN_CACHE_MAPS)),
+        *_taken(but=("partial", "counters", *_MAP_SIZES, *_IN_Q_MAP, "k_cache_ptr", "v_cache_ptr")),
     ),
     "varlen": (
         _pointer("q_ptr"),  # [tokens, query_heads, qk_dim]

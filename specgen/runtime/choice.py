@@ -85,6 +85,20 @@ def choose(manifest: dict, properties: DeviceProperties) -> Choice:
     return Choice(smallest, False, "; ".join(notes))
 
 
+def unlisted(manifest: dict, arch: str, properties: DeviceProperties) -> str:
+    """What sets a GPU that runs the binaries of `arch` apart from each target with a table for them, "" if one is like it."""
+    held = {target["id"]: _size(**target) for target in manifest["targets"] if target["arch"] == arch}
+    size = _size(properties.multiprocessors, properties.shared_memory_per_block)
+    if not held or size in held.values():
+        return ""
+    known = ", ".join(f"{name} with {theirs}" for name, theirs in held.items())
+    return f"has {size}; the dispatch table that serves it was chosen for {known}. A wheel with a target for this GPU may be faster."
+
+
+def _size(multiprocessors: int, shared_memory_per_block: int, **_) -> str:
+    return f"{multiprocessors} multiprocessors of {shared_memory_per_block} bytes of shared memory per block"
+
+
 def _capability(arch: str) -> tuple[int, int]:
     """(major, minor) of "sm_86"."""
     digits = arch.removeprefix("sm_")

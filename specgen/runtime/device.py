@@ -195,9 +195,14 @@ class _Gpu(Device):
 
 
 class BinaryDevice(_Gpu):
-    """A GPU that runs the wheel's binaries. Imports no Triton."""
+    """A GPU that runs the wheel's binaries. Imports no Triton. One that is no target of the wheel is told so, once."""
 
     mode = "binary"
+
+    def __init__(self, package_dir: Path, manifest: dict, index: int, driver, properties: DeviceProperties, chosen: choice.Choice):
+        super().__init__(package_dir, manifest, index, driver, properties, chosen)
+        if unlisted := choice.unlisted(manifest, chosen.arch, properties):
+            warnings.warn(f"{manifest['package']}: {self.where} {unlisted}", LaunchPathWarning, stacklevel=2)
 
     def serving(self, symbol: str) -> str:
         """`symbol` itself: every kernel of a row has a binary."""

@@ -58,4 +58,4 @@ class UnsupportedError(ArgumentError):
 
 
 class LaunchPathWarning(RuntimeWarning):
-    """A slower way of launching is in use: kernels compiled just in time, or launched through ctypes."""
+    """A slower way of launching is in use: kernels compiled just in time, launched through ctypes, or chosen for another GPU."""

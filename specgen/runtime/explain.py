@@ -219,6 +219,11 @@ def _broken_promises(geometry: Geometry, data: dict[str, Tensor]) -> list[str]:
         if any(stride & geometry.stride_mask for stride in tensor.stride()[:-1]):
             step = geometry.stride_mask + 1
             broken.append(f"{name} has strides {tuple(tensor.stride())}, not multiples of {step} elements")
+        if name.endswith("_cache"):
+            page, near, far, _ = tensor.stride()
+            slot = far if geometry.hnd else near
+            if not slot or page % slot:
+                broken.append(f"{name} has strides {tuple(tensor.stride())}, pages no multiple of {slot} elements apart")
     return broken
 
 

@@ -1,9 +1,9 @@
 """Float64 reference of every public function, written from the formulas, and the tolerances that follow from
 the dtype.
 
-Meant to be read and believed, not to be fast: loops over sequences and key/value heads, one block of query
-rows at a time, so that 128k keys or an 8k x 8k prefill fit in memory. Works on the device of the tensors it
-is given and reads lengths on the host. Imports only torch.
+Meant to be read and believed, not to be fast: loops over sequences, one block of query rows at a time, so
+that 128k keys or an 8k x 8k prefill fit in memory. Works on the device of the tensors it is given and reads
+lengths on the host. Imports only torch.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def attention(
         if m <= 0 or n == 0:
             continue
         ranges = None if prefix_ranges is None else prefix_ranges[seq]
-        rows_at_once = max(1, BLOCK_ELEMENTS // (group * n))
+        rows_at_once = max(1, BLOCK_ELEMENTS // (query_heads * n))
         for row in range(0, m, rows_at_once):
             rows = torch.arange(row, min(m, row + rows_at_once), device=q.device)
             positions = n - m + rows
@@ -70,25 +70,25 @@ def attention(
             keys = torch.nonzero(seen.any(0))[:, 0]  # [keys that a row of the block sees]
             hidden = ~seen[:, keys]
             pages, slots = block_table[seq].long()[keys // page_size], keys % page_size
-            for kv_head in range(kv_heads):
-                heads = slice(kv_head * group, (kv_head + 1) * group)
-                k = k_cache[pages, slots, kv_head].double()  # [keys, qk_dim]
-                v = v_cache[pages, slots, kv_head].double()  # [keys, v_dim]
-                scores = torch.einsum("rhd,nd->rhn", q[first + rows, heads].double(), k) * scale
-                if softcap is not None:
-                    scores = softcap * torch.tanh(scores / softcap)
-                if alibi_slopes is not None:
-                    distance = (positions[:, None] - keys[None, :]).abs()[:, None, :]
-                    scores = scores - alibi_slopes[heads].double()[:, None] * distance
-                scores = scores.masked_fill(hidden[:, None, :], -torch.inf)
-                block_lse = torch.logsumexp(scores, dim=-1)  # -inf without a key
-                if sinks is not None:
-                    with_sink = torch.logaddexp(block_lse, sinks[heads].double())
-                    block_lse = torch.where(block_lse == -torch.inf, block_lse, with_sink)
-                shift = torch.where(block_lse == -torch.inf, 0.0, block_lse)
-                weights = torch.exp(scores - shift[..., None])  # rows without a visible key: all 0
-                out[first + rows, heads] = torch.einsum("rhn,nd->rhd", weights, v)
-                lse[first + rows, heads] = block_lse
+            k = k_cache[pages, slots].double()  # [keys, kv_heads, qk_dim]
+            v = v_cache[pages, slots].double()  # [keys, kv_heads, v_dim]
+            block = q[first + rows].double().unflatten(1, (kv_heads, group))  # [rows, kv_heads, group, qk_dim]
+            scores = torch.einsum("rkgd,nkd->rkgn", block, k).flatten(1, 2) * scale  # [rows, query_heads, keys]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                distance = (positions[:, None] - keys[None, :]).abs()[:, None, :]
+                scores = scores - alibi_slopes.double()[:, None] * distance
+            scores = scores.masked_fill(hidden[:, None, :], -torch.inf)
+            block_lse = torch.logsumexp(scores, dim=-1)  # [rows, query_heads]; -inf without a key
+            if sinks is not None:
+                with_sink = torch.logaddexp(block_lse, sinks.double())
+                block_lse = torch.where(block_lse == -torch.inf, block_lse, with_sink)
+            shift = torch.where(block_lse == -torch.inf, 0.0, block_lse)
+            weights = torch.exp(scores - shift[..., None])  # rows without a visible key: all 0
+            weights = weights.unflatten(1, (kv_heads, group))
+            out[first + rows] = torch.einsum("rkgn,nkd->rkgd", weights, v).flatten(1, 2)
+            lse[first + rows] = block_lse
     return out, lse
 
 

@@ -304,7 +304,7 @@ def check_damage(subject: Subject, damage: str) -> None:
     """Row 20: one binary of many deleted, emptied or altered: warmup raises a named error that names the
     file.
     """
-    arch = subject.testing.device_arch(subject.package, subject.device)
+    arch = subject.testing.open_device(subject.package, subject.device).arch
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / subject.name
         shutil.copytree(subject.directory, copy)

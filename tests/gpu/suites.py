@@ -3,11 +3,12 @@
     for spec in specs/*.yaml; do specgen build "$spec"; done     # and install the wheels
     python tests/gpu/suites.py [RESULT.txt] [PACKAGE ...]        # default: every *_kernels package found
 
-Each package's tests run in a process of their own, a few at once, with the binaries alone (SPECGEN_NO_JIT=1). The worst error
-is in units of its tolerance (runtime/reference.py states the tolerances). Exit status 1 if a test failed.
+Each package's tests run in a process of their own, a few at once on every GPU, those of most variants first, with the binaries
+alone (SPECGEN_NO_JIT=1). The worst error is in units of its tolerance (runtime/reference.py states the tolerances). Exit status
+1 if a test failed.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -16,8 +17,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 
-AT_ONCE = 8
+import torch
+
+AT_ONCE = 5  # processes of a GPU: they wait for the host more than for it
 _RECORD = "SPECGEN_SUITE_RECORD"
 
 
@@ -30,8 +34,8 @@ class Recorder:
         reference = importlib.import_module(f"{package}.runtime.reference")
         original = checks.assert_matches
 
-        def recording(pool, lse, label):
-            errors = original(pool, lse, label)
+        def recording(pool, *arguments):
+            errors = original(pool, *arguments)
             bounds = reference.tolerance(pool.case.torch_dtype)
             worst = max(errors.tensor / bounds.tensor, errors.row / bounds.row, errors.lse)
             self.found["worst"] = max(self.found["worst"], worst)
@@ -56,15 +60,23 @@ def run_one(package: str) -> int:
     return int(status)
 
 
-def suite(package: str) -> tuple[str, dict, str]:
-    """(package, record, output) of one package's tests."""
+def suite(package: str, gpus: SimpleQueue) -> tuple[str, dict, str]:
+    """(package, record, output) of one package's tests, on the next of some GPUs."""
+    gpu = gpus.get()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "record.json")
-        environment = {**os.environ, _RECORD: str(record), "SPECGEN_NO_JIT": "1"}
+        ours = {_RECORD: str(record), "SPECGEN_NO_JIT": "1", "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "2"}
         command = [sys.executable, __file__, "--one", package]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(command, env={**os.environ, **ours}, cwd=folder, capture_output=True, text=True)
+        gpus.put(gpu)
         found = json.loads(record.read_text()) if record.is_file() else {"failed": ["did not run"]}
         return package, found, done.stdout + done.stderr
+
+
+def variants(package: str) -> int:
+    """Kernels of an installed package."""
+    manifest = Path(importlib.util.find_spec(package).origin).with_name("manifest.json")
+    return len(json.loads(manifest.read_text())["variants"])
 
 
 def main() -> int:
@@ -73,12 +85,16 @@ def main() -> int:
         return run_one(arguments[1])
     result = Path(arguments.pop(0)) if arguments and arguments[0].endswith(".txt") else None
     packages = arguments or sorted(m.name for m in pkgutil.iter_modules() if m.name.endswith("_kernels"))
+    packages.sort(key=variants, reverse=True)
+    gpus = SimpleQueue()
+    for _ in range(AT_ONCE):
+        for gpu in range(torch.cuda.device_count()):
+            gpus.put(gpu)
     lines, failures = [f"{'package':32s} {'variants':>8s} {'passed':>6s} {'skipped':>7s} {'failed':>6s}  worst error / tolerance"], []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for done in as_completed([pool.submit(suite, package) for package in packages]):
+    with ThreadPoolExecutor(gpus.qsize()) as pool:
+        for done in as_completed([pool.submit(suite, package, gpus) for package in packages]):
             package, found, output = done.result()
-            manifest = json.loads(Path(importlib.import_module(package).__file__).with_name("manifest.json").read_text())
-            counts = [len(manifest["variants"]), found.get("passed", 0), found.get("skipped", 0), len(found["failed"])]
+            counts = [variants(package), found.get("passed", 0), found.get("skipped", 0), len(found["failed"])]
             lines.append("{:32s} {:8d} {:6d} {:7d} {:6d}  {:.3f}".format(package, *counts, found.get("worst", 0.0)))
             print(lines[-1], flush=True)
             if result:

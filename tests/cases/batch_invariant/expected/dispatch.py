@@ -33,7 +33,7 @@ ATTENTION_ROWS = (
         min_query_len=3,
         max_query_len=64,
         decode="decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2",
-        prefill="prefill_h4x1_d64_p16_bf16_causal_q2_m128n64_w4s3c2",
+        prefill="prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w4s3c1_m168",
         reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -85,7 +85,7 @@ ATTENTION_ROWS = (
         min_query_len=3,
         max_query_len=64,
         decode="decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2",
-        prefill="prefill_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n64_w8s3c1",
+        prefill="prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w4s2c1_m168",
         reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -120,7 +120,7 @@ ATTENTION_ROWS = (
 def _sm_90_0(query_len, seqs, tokens, keys):
     if query_len <= 2:
         return 0  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2
-    return 1  # prefill_h4x1_d64_p16_bf16_causal_q2_m128n64_w4s3c2 and decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2
+    return 1  # prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w4s3c1_m168 and decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):
@@ -132,7 +132,7 @@ def _sm_90_1(query_len, seqs, tokens, keys):
 def _sm_90_2(query_len, seqs, tokens, keys):
     if query_len <= 2:
         return 4  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2
-    return 5  # prefill_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n64_w8s3c1 and decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2
+    return 5  # prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w4s2c1_m168 and decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2
 
 
 def _sm_90_3(query_len, seqs, tokens, keys):

@@ -19,7 +19,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=1,
         max_query_len=1,
-        decode="decode_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s3c2",
+        decode="decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128",
         prefill=None,
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -32,8 +32,8 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=2,
         max_query_len=64,
-        decode="decode_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s3c2",
-        prefill="prefill_h4x4_d64_p16_bf16_causal_q1_m128n64_w4s3c2",
+        decode="decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128",
+        prefill="prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168",
         reason="decode takes sequences of one query row, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -67,8 +67,8 @@ ATTENTION_ROWS = (
 
 def _sm_90_0(query_len, seqs, tokens, keys):
     if query_len <= 1:
-        return 0  # decode_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s3c2
-    return 1  # prefill_h4x4_d64_p16_bf16_causal_q1_m128n64_w4s3c2 and decode_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s3c2
+        return 0  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128
+    return 1  # prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168 and decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):

@@ -19,7 +19,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=1,
         max_query_len=1,
-        decode="decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
+        decode="decode_ws_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128",
         prefill=None,
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -32,7 +32,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=2,
         max_query_len=4,
-        decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
+        decode="decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
         prefill=None,
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -45,8 +45,8 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=5,
         max_query_len=64,
-        decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
-        prefill="prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
+        decode="decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
+        prefill="prefill_ws_h8x2_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -97,7 +97,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=1,
         max_query_len=1,
-        decode="decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
+        decode="decode_ws_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128",
         prefill=None,
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -110,7 +110,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=2,
         max_query_len=4,
-        decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
+        decode="decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
         prefill=None,
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -123,8 +123,8 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=5,
         max_query_len=64,
-        decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
-        prefill="prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
+        decode="decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
+        prefill="prefill_ws_h4x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -175,7 +175,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=1,
         max_query_len=1,
-        decode="decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2",
+        decode="decode_ws_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128",
         prefill=None,
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -188,7 +188,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=2,
         max_query_len=4,
-        decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
+        decode="decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
         prefill=None,
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -201,8 +201,8 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=5,
         max_query_len=64,
-        decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
-        prefill="prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
+        decode="decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
+        prefill="prefill_ws_h2x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -483,12 +483,10 @@ ATTENTION_ROWS = (
 
 def _sm_90_0(query_len, seqs, tokens, keys):
     if query_len <= 1:
-        return 0  # decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+        return 0  # decode_ws_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
-        return 1  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    return (
-        2  # prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    )
+        return 1  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    return 2  # prefill_ws_h8x2_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168 and decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):
@@ -501,12 +499,10 @@ def _sm_90_1(query_len, seqs, tokens, keys):
 
 def _sm_90_2(query_len, seqs, tokens, keys):
     if query_len <= 1:
-        return 6  # decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+        return 6  # decode_ws_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
-        return 7  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    return (
-        8  # prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    )
+        return 7  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    return 8  # prefill_ws_h4x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168 and decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
 
 
 def _sm_90_3(query_len, seqs, tokens, keys):
@@ -519,12 +515,10 @@ def _sm_90_3(query_len, seqs, tokens, keys):
 
 def _sm_90_4(query_len, seqs, tokens, keys):
     if query_len <= 1:
-        return 12  # decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+        return 12  # decode_ws_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
-        return 13  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    return (
-        14  # prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    )
+        return 13  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    return 14  # prefill_ws_h2x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168 and decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
 
 
 def _sm_90_5(query_len, seqs, tokens, keys):
