@@ -113,6 +113,7 @@ def geometry(spec: Spec, entry: AttentionSpec, degree: int) -> Geometry:
         prefix_ranges=entry.prefix_ranges,
         rotary_dim=entry.rotary.dim if entry.rotary else None,
         rotary_style=entry.rotary.style if entry.rotary else None,
+        batch_invariant=spec.batch_invariant,
     )
 
 
@@ -126,8 +127,12 @@ def geometries(spec: Spec) -> dict[Geometry, tuple[str, int]]:
 
 
 def decode_query_lens(spec: Spec) -> tuple[int, ...]:
-    """Bounds on query rows per sequence that get a decode specialization of their own: single rows, and speculative ones."""
-    return tuple(sorted({1, spec.limits.max_spec_tokens}))
+    """Bounds on query rows per sequence that get a decode specialization of their own: single rows, and speculative ones.
+
+    Batch-invariant: one, as which of two served a single row would depend on the rows of its neighbours.
+    """
+    most = spec.limits.max_spec_tokens
+    return (most,) if spec.batch_invariant else tuple(sorted({1, most}))
 
 
 def _defaults(spec: Spec) -> list[tuple[int, list[tuple[str, int]]]]:
@@ -148,12 +153,13 @@ def expand(
     """Enumerate the specializations of `spec`. Raises BuildError naming bytes when no configuration fits a target.
 
     `over_budget` maps (symbol, arch) to the reason for kernels that an earlier compile refused: others are chosen.
-    `measurements`, usable ones (tuning.current), decide what attention launches where there are any for its geometry.
+    `measurements`, usable ones (tuning.current), decide what attention launches where there are any for its geometry and the
+    spec is not batch-invariant: what they choose depends on the batch.
     """
     by_arch: dict[str, list[Target]] = {}
     for name in spec.targets:
         by_arch.setdefault(targets[name].arch, []).append(targets[name])
-    measurements = tuple(measurements)
+    measurements = () if spec.batch_invariant else tuple(measurements)
     uses: list[Use] = []
     dispatch: list[Dispatch] = []
     rejections: dict[Rejection, None] = {}

@@ -46,6 +46,7 @@ def manifest(
         "oldest_driver": {arch: ARCHS[arch].oldest_driver for arch in archs},
         "targets": [_target(targets[name]) for name in spec.targets],
         "limits": spec.limits.model_dump(),
+        "batch_invariant": spec.batch_invariant,
         "layers": [layer_fields(spec, entry) for entry in spec.attention],
         "dispatch": [_dispatch(each) for each in expansion.dispatch],
         "over_budget": [
@@ -130,6 +131,7 @@ def _variant(variant: Variant, binaries: dict[tuple[str, str], Binary], stand_in
         "prefix_ranges": g.prefix_ranges,
         "rotary_dim": g.rotary_dim,
         "rotary_style": g.rotary_style,
+        "batch_invariant": g.batch_invariant,
         "max_query_len": variant.max_query_len,
         "block_m": c.block_m,
         "tile_n": c.tile_n,

@@ -153,6 +153,7 @@ def plan(loaded: Loaded, expansion: Expansion) -> tuple[Artifact, ...]:
                     "layer": use.layer,
                     "limits": spec.limits,
                     "features": _features(spec, use),
+                    "batch_invariant": spec.batch_invariant,
                 },
             ),
         ]

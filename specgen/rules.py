@@ -49,8 +49,6 @@ def refusals(spec: Spec) -> list[tuple[str, str]]:
         reasons.append(("kv_cache.dtype", what))
     if spec.kv_cache.scales is not None:
         reasons.append(("kv_cache.scales", "no kernel template implements scales of a quantised cache yet"))
-    if spec.batch_invariant:
-        reasons.append(("batch_invariant", "no kernel template implements batch-invariant splits yet"))
     return reasons
 
 
@@ -121,6 +119,7 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
             f"needs pages of a power of two of at least {least} keys, not {g.page_size}",
         ),
         (not (g.alibi or g.prefix_ranges), "implements neither ALiBi nor prefix ranges"),
+        (not g.batch_invariant, "splits keys evenly over the whole batch, which batch_invariant excludes"),
         (variant.max_seqs <= decode_ws.MAX_SEQS, f"plans up to {decode_ws.MAX_SEQS} sequences, not {variant.max_seqs}"),
         (shape.heads in decode_ws.HEADS, f"attends to one of {decode_ws.HEADS} heads at once, not {shape.heads}"),
         (g.kv_heads % shape.heads == 0, f"attends to {shape.heads} key/value heads at once, which do not divide {g.kv_heads}"),
@@ -133,6 +132,7 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
             f"needs row blocks of a multiple of {decode_ws.MATRIX_ROWS}, not {c.block_m}",
         ),
         (c.num_warps == warps, f"needs {warps} warps here, not {c.num_warps}"),
+        (variant.tunable("fetch", 128) in (128, 256), f"lets L2 fetch 128 or 256 bytes, not {variant.tunable('fetch', 128)}"),
         (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
     )
     return next((f"decode_ws {reason}" for is_met, reason in needs if not is_met), None)
@@ -155,6 +155,7 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
         (c.tile_n in (64, 128), f"needs tiles of 64 or 128 keys, not {c.tile_n}"),
         (c.num_warps == prefill_ws.CONSUMER_WARPS, f"needs {prefill_ws.CONSUMER_WARPS} warps a consumer, not {c.num_warps}"),
         (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
+        (variant.tunable("fetch", 128) in (128, 256), f"lets L2 fetch 128 or 256 bytes, not {variant.tunable('fetch', 128)}"),
         (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
     )
     return next((f"prefill_ws {reason}" for is_met, reason in needs if not is_met), None)

@@ -267,7 +267,7 @@ class Spec(_Strict):
     )
     limits: Limits = Field(description="What one call may hold at most.")
     batch_invariant: bool = Field(
-        False, description="A sequence's bits do not depend on its neighbours (not implemented yet)."
+        False, description="No bit of a sequence's result depends on the other sequences of a call."
     )
 
     @model_validator(mode="wrap")

@@ -91,10 +91,13 @@ def make_bundles(
     """Compile the candidates of a spec, one bundle for each architecture, in `build_dir`/<spec>/tuning/<arch>.
 
     A candidate that does not compile or is over a budget is in the bundle with that status; one that a multiprocessor does not
-    hold as often as it asks for is left out. SpecError for mistakes in the spec, SpecgenError where nothing is left to try.
+    hold as often as it asks for is left out. SpecError for mistakes in the spec, SpecgenError where nothing is left to try or the spec is batch-invariant.
     """
     loaded = load(path)
     pipeline.refuse_illegal(loaded)
+    if loaded.spec.batch_invariant:
+        what = "measurements choose kernels by the batch, which batch_invariant excludes"
+        raise SpecgenError(f"{loaded.spec.name}: cannot be tuned: {what}")
     return [
         _make_bundle(loaded, arch, targets, build_dir, choice, cache, workers, report, warn)
         for arch, targets in _archs(loaded.spec, choice.targets).items()

@@ -16,8 +16,8 @@ BOX_COLUMNS = 64
 # Extent of a dimension of a tensor map that nothing is beyond: coordinates are made from a block table and are in range.
 UNBOUNDED = (1 << 31) - 1
 # Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
-# alike (0: no), key/value heads of a program, keys of a box.
-TUNABLES = ("align", "heads", "unit")
+# alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, keys of a box.
+TUNABLES = ("align", "fetch", "heads", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
@@ -52,6 +52,7 @@ class Geometry:
     prefix_ranges: bool = False
     rotary_dim: int | None = None  # leading elements of a head that append_kv rotates; None leaves keys as they come
     rotary_style: str | None = None
+    batch_invariant: bool = False  # decode cuts a sequence's keys by its own length alone
 
     @property
     def group(self) -> int:
@@ -142,7 +143,8 @@ class Variant:
             ("cap", g.softcap),
         )
         named = [f"{name}{_identifier(value)}" for name, value in numbers if value is not None]
-        switches = (("sinks", g.sinks), ("alibi", g.alibi), ("ranges", g.prefix_ranges))
+        invariant = g.batch_invariant and ROLES.get(self.family) == "decode"  # no other family splits keys
+        switches = (("sinks", g.sinks), ("alibi", g.alibi), ("ranges", g.prefix_ranges), ("invariant", invariant))
         return named + [name for name, is_on in switches if is_on]
 
     @property
@@ -241,6 +243,16 @@ class Variant:
         """Key/value heads that one copy moves."""
         return self.tunable("heads", 1)
 
+    @property
+    def max_splits(self) -> int:
+        """Splits at most of the keys of a sequence and key/value head, where they depend on these alone."""
+        return sizes.max_splits(self.geometry.kv_heads)
+
+    @property
+    def min_split_tiles(self) -> int:
+        """Key tiles at least of such a split, but for a sequence's last."""
+        return sizes.split_tiles(self.config.tile_n)
+
     def tunable(self, name: str, default: int) -> int:
         """An option of the configuration."""
         return dict(self.config.options).get(name, default)
@@ -276,6 +288,7 @@ class Variant:
             strides=tuple(f"{tensor}_stride_{dim}" for dim in strides),
             box=(*box, BOX_COLUMNS),
             swizzle=BOX_COLUMNS * 2,
+            fetch=self.tunable("fetch", 128),
         )
 
     @property

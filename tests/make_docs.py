@@ -34,11 +34,11 @@ _OTHERS: dict[str, dict] = {
     "kv_cache.page_size": {"cache": "{dtype: bfloat16, page_size: 48}"},
     "kv_cache.layout: HND": {"cache": "{dtype: bfloat16, page_size: 16, layout: HND}"},
     "tensor_parallel": {"degrees": "[2]"},
+    "batch_invariant": {"more": "batch_invariant: true\n"},
 }
 _MISSING: dict[str, dict] = {
     "FP8 `kv_cache.dtype`": {"cache": "{dtype: float8_e4m3fn, page_size: 16}"},
     "`kv_cache.scales`": {"cache": "{dtype: bfloat16, page_size: 16, scales: head}"},
-    "`batch_invariant`": {"more": "batch_invariant: true\n"},
 }
 _LABELS = {"interleaved": "rotary (interleaved)", "rotary": "rotary (half)", "mask": "mask: bidirectional"}
 

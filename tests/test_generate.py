@@ -66,6 +66,8 @@ STORED = {
     "alibi": (f"kernels/decode_*{_ALIGNED}", f"kernels/prefill_*_bidirectional_*{_ALIGNED}"),
     "rotary": (f"kernels/append_kv_*{_ALIGNED}",),  # whole heads in halves; 32 of 80 elements interleaved
     "wide_heads": (f"kernels/decode_*{_ALIGNED}",),  # above 256, qk != v
+    # Two tiles of a head behind a left edge, one without; what is tested besides.
+    "batch_invariant": (f"kernels/decode_*{_ALIGNED}", "dispatch.py", "tests/test_[dv]*_h4x1_*_unaligned.py"),
     "decode_only": ("dispatch.py",),  # max_spec_tokens == max_tokens: no prefill
 }
 ERRORS = sorted(path.parent.name for path in CASES.glob("*/stderr.txt"))

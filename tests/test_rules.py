@@ -61,11 +61,6 @@ ILLEGAL = [
         "kv_cache.scales",
         "no kernel template implements scales of a quantised cache yet",
     ),
-    (
-        {"more": "batch_invariant: true\n"},
-        "batch_invariant",
-        "no kernel template implements batch-invariant splits yet",
-    ),
 ]
 
 

@@ -207,6 +207,19 @@ def test_workspace_size_is_the_maximum_over_decode_variants():
     assert sizes.workspace_size(10, [other]) == (1, 1, 1, sizes.TICKETS)
 
 
+@pytest.mark.parametrize("kv_heads, splits", [(1, 32), (8, 32), (12, 21), (16, 16), (232, 16)])
+def test_workspace_of_batch_invariant_decode_holds_every_split(kv_heads, splits):
+    variant = {"family": "decode", "ctas_per_multiprocessor": 2, "block_m": 16, "v_dim": 64, "kv_heads": kv_heads}
+    size = sizes.workspace_size(10, [variant | {"batch_invariant": True}])
+    assert sizes.max_splits(kv_heads) == splits
+    assert size == (splits * 20 * 16 * 64, splits * 20 * 2 * 16, 20, sizes.TICKETS)
+
+
+@pytest.mark.parametrize("tile_n, tiles", [(16, 32), (64, 8), (96, 6), (1024, 1)])
+def test_a_split_has_keys_enough(tile_n, tiles):
+    assert sizes.split_tiles(tile_n) == tiles
+
+
 @pytest.mark.parametrize(
     "qk, v, item, promised", [(128, 128, 2, 16), (100, 100, 2, 8), (100, 100, 4, 16), (192, 20, 2, 8)]
 )

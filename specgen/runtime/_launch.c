@@ -1,4 +1,4 @@
-/* Launches a loaded kernel through the CUDA or HIP driver: `bind` packs what never changes (function, block,
+/* Launches a loaded kernel through the CUDA or HIP driver (and reads the tensors of a call, _read.h): `bind` packs what never changes (function, block,
    shared memory, argument kinds) once and returns a builtin function, called as kernel(grid, stream, *args).
    Parameters are arguments, zeros, or tensor maps, which the CUDA driver encodes from arguments; maps are
    kept by what they are made of, so that a steady state encodes none.
@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_read.h"
 #include "_tensor_maps.h"
 
 #define MAX_ARGUMENTS 96  /* of the call */
@@ -329,6 +330,10 @@ static PyMethodDef methods[] = {
      "maps, refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
      "has one of 'p', 'i', 'l' per argument, '-' for one that no parameter needs; `parameters` and `maps` are\n"
      "tuples as tensor_maps.resolve gives them."},
+    {"reader", reader, METH_VARARGS,
+     "reader(exchange, device_type, code, bits, query_heads, kv_heads, qk_dim, v_dim, page_size, hnd, stride_mask,\n"
+     "max_tokens, max_seqs) -> read. `exchange` is torch.Tensor.__dlpack_c_exchange_api__; device type, code and\n"
+     "bits of the data's dtype are DLPack's; the rest says what calls are like."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,8 +15,8 @@ typedef int (*encode_function)(void *map, int data_type, unsigned rank, void *ad
                                const uint64_t *strides, const unsigned *box, const unsigned *steps,
                                int interleave, int swizzle, int promotion, int fill);
 
-/* CU_TENSOR_MAP_INTERLEAVE_NONE, L2_PROMOTION_L2_128B, FLOAT_OOB_FILL_NONE: zeros beyond the extents. */
-enum { INTERLEAVE_NONE = 0, PROMOTION_128B = 2, FILL_ZEROS = 0 };
+/* CU_TENSOR_MAP_INTERLEAVE_NONE, FLOAT_OOB_FILL_NONE: zeros beyond the extents. */
+enum { INTERLEAVE_NONE = 0, FILL_ZEROS = 0 };
 
 typedef struct {
     _Alignas(64) unsigned char bytes[128];
@@ -31,7 +31,7 @@ typedef struct {
 typedef struct {
     unsigned rank, tensor, strides[MAX_RANK - 1], box[MAX_RANK];
     long long extents[MAX_RANK]; /* a size, or -1 - the position of the argument that holds it */
-    int data_type, itemsize, swizzle;
+    int data_type, itemsize, swizzle, promotion;
     map_key_t keys[CACHE_SLOTS]; /* an address of 0: an empty slot */
     unsigned char maps[CACHE_SLOTS][sizeof(map_t)];
 } map_maker_t;
@@ -68,7 +68,7 @@ static int make_map(encode_function encode, map_maker_t *maker, const slot_t *sl
             break;
     }
     code = encode(map, maker->data_type, maker->rank, slots[maker->tensor].pointer, extents, strides, maker->box,
-                  steps, INTERLEAVE_NONE, maker->swizzle, PROMOTION_128B, FILL_ZEROS);
+                  steps, INTERLEAVE_NONE, maker->swizzle, maker->promotion, FILL_ZEROS);
     if (code == 0) {
         if (i == CACHE_PROBES)
             slot = start;
@@ -102,8 +102,8 @@ static int read_maker(PyObject *map, Py_ssize_t count, map_maker_t *maker) {
     PyObject *extents, *strides, *box;
     long long numbers[MAX_RANK];
     Py_ssize_t i, rank;
-    if (!PyArg_ParseTuple(map, "IiiiOOO", &maker->tensor, &maker->data_type, &maker->itemsize, &maker->swizzle,
-                          &extents, &strides, &box))
+    if (!PyArg_ParseTuple(map, "IiiiiOOO", &maker->tensor, &maker->data_type, &maker->itemsize, &maker->swizzle,
+                          &maker->promotion, &extents, &strides, &box))
         return -1;
     if ((rank = read_ints(extents, maker->extents, MAX_RANK, -count, INT64_MAX)) < 0)
         return -1;

@@ -38,8 +38,8 @@ _ATTENTION = (
     _pointer("cu_seqlens_q_ptr", "i32"),  # [seqs + 1]
     _pointer("out_ptr"),  # [tokens, query_heads, v_dim]
     _pointer("lse_ptr", "f32"),  # [tokens, query_heads], contiguous; any pointer when store_lse is 0
-    Argument("partial_acc_ptr", "pointer", "f32", aligned=True),  # [2 * grid, block_m, block_v]: scratch, see sizes.py
-    Argument("partial_ml_ptr", "pointer", "f32", aligned=True),  # [2 * grid, 2, block_m]: running max (base 2) and sum
+    Argument("partial_acc_ptr", "pointer", "f32", aligned=True),  # [states, block_m, block_v]: scratch, see sizes.py
+    Argument("partial_ml_ptr", "pointer", "f32", aligned=True),  # [states, 2, block_m]: running max (base 2) and sum
     _pointer("counters_ptr", "i32"),  # [grid]: arrivals per split item; zero between launches
     _pointer("tickets_ptr", "i32"),  # [2]: work items handed out, programs that are done; zero between launches
     Argument("num_seqs", "i32"),

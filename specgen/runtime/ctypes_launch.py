@@ -22,8 +22,8 @@ _FORMATS = {
 }  # every value in 8 bytes of its own, in the byte order of the host
 _MAP_ALIGNMENT = 64
 _MAPS_KEPT = 256  # per kernel
-# CU_TENSOR_MAP_INTERLEAVE_NONE, L2_PROMOTION_L2_128B, FLOAT_OOB_FILL_NONE, as in _tensor_maps.h.
-_INTERLEAVE, _PROMOTION, _FILL = 0, 2, 0
+# CU_TENSOR_MAP_INTERLEAVE_NONE, FLOAT_OOB_FILL_NONE, as in _tensor_maps.h.
+_INTERLEAVE, _FILL = 0, 0
 
 
 class _Buffer:
@@ -50,7 +50,7 @@ class _Maps:
     def write(self, values: list[int], addresses: list[int]) -> tuple[int, int]:
         """Write the map of every argument to its address: (error code, which map failed)."""
         for number, (address, made) in enumerate(zip(addresses, self._maps)):
-            tensor, data_type, itemsize, swizzle, extents, strides, box = made
+            tensor, data_type, itemsize, swizzle, promotion, extents, strides, box = made
             sizes = [values[-1 - extent] if extent < 0 else extent for extent in extents]
             steps = [values[position] * itemsize for position in strides]
             key = (number, values[tensor], *sizes, *steps)
@@ -60,7 +60,7 @@ class _Maps:
                 code = self._encode(
                     address, data_type, rank, values[tensor], (ctypes.c_uint64 * rank)(*sizes),
                     (ctypes.c_uint64 * rank)(*steps), (ctypes.c_uint * rank)(*box), (ctypes.c_uint * rank)(*[1] * rank),
-                    _INTERLEAVE, swizzle, _PROMOTION, _FILL,
+                    _INTERLEAVE, swizzle, promotion, _FILL,
                 )  # fmt: skip
                 if code != 0:
                     return code, number

@@ -16,6 +16,7 @@ def describe(manifest: dict, table: Table) -> str:
         f"ptxas {manifest.get('ptxas') or 'none'}, "
         f"launcher by {manifest.get('launcher_compiler') or 'none (ctypes)'}",
         "limits      " + ", ".join(f"{name} {value}" for name, value in manifest["limits"].items()),
+        *["invariant   no bit of a sequence depends on the other sequences of a call"] * manifest.get("batch_invariant", False),
         "",
         "layers",
         *_layers(manifest, table),

@@ -17,11 +17,13 @@ from .errors import ArgumentError
 from .extras import check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
 from .plans import DevicePlans
+from .reading import readers
 from .table import Table
 from .values import check_values, check_varlen_values
 from .varlen import check_varlen, read_varlen
 from .workspace import Workspace
 
+_grad_enabled = torch.is_grad_enabled
 _NOT_READABLE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
@@ -43,7 +45,8 @@ class Eager:
         self.geometries = Geometries(self.manifest, self.table)
         self._by_heads = self.geometries.by_heads
         self._hnd = self.geometries.hnd
-        self._devices: dict[torch.device, DevicePlans] = {}
+        self._devices: dict[torch.device | int, DevicePlans] = {}  # GPUs by index too
+        self._readers = {}
         self._open_device = open_device
 
     def run_attention(
@@ -53,49 +56,66 @@ class Eager:
         """`attention`, every argument by place. `extras`: (sinks, alibi_slopes, prefix_ranges), or None if
         none is given.
         """
-        geometry, tokens, bound, seqs, max_pages, bits, strides = self.bind_attention(
-            q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
-            out, checks, extras,
-        )  # fmt: skip
-        device = q.device
-        plans = self._devices.get(device) or self.open(device)
+        read = None
+        if self._readers and (checks == "shapes" or checks == "none") and (layer is None or type(layer) is str):
+            for geometry, reader in self._readers.get(layer, ()):
+                read = reader(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out)
+                if read is not None:
+                    break
+        if read is None or _grad_enabled() and _needs_grad(q, k_cache, v_cache, out):
+            geometry, tokens, bound, seqs, max_pages, bits, strides = self.bind_attention(
+                q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
+                out, checks, extras,
+            )  # fmt: skip
+            device = q.device
+            plans = self._devices.get(device) or self.open(device)
+            addresses = None
+        else:
+            (index, aligned, tokens, seqs, max_pages, pages), addresses, strides = read
+            bound = _bound("attention", tokens, max_seqlen_q, max_seqlen_k)
+            if extras is not None or geometry.extras is not None:
+                if checks == "none":
+                    check_presence("attention", geometry, extras)
+                else:
+                    check_extras("attention", geometry, extras, q, seqs)
+            plans = self._devices.get(index) or self.open(q.device)
         if workspace is not None:
-            self.check_workspace(workspace, device, tokens, seqs)
+            self.check_workspace(workspace, q.device, tokens, seqs)
         if return_lse is not False and return_lse is not True:  # a tensor's truth would synchronise
             _refusals.bad("attention", "return_lse", f"is {type(return_lse).__name__}", "True or False")
         if out is None:
             out = q.new_empty((tokens, geometry.query_heads, geometry.v_dim))
         lse = None
         if return_lse:
-            lse = torch.empty((tokens, geometry.query_heads), dtype=torch.float32, device=device)
+            lse = torch.empty((tokens, geometry.query_heads), dtype=torch.float32, device=q.device)
         if bound and seqs:
-            try:
-                q_at, k_at = q.data_ptr(), k_cache.data_ptr()
-                v_at, out_at = v_cache.data_ptr(), out.data_ptr()
-            except RuntimeError:
-                q_at = k_at = v_at = out_at = 0
-            if not (q_at and k_at and v_at and out_at):
-                tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
-                _refusals.refuse_no_memory("attention", tensors)
-            pointers = q_at | k_at | v_at | out_at
+            if addresses is None:
+                try:
+                    q_at, k_at = q.data_ptr(), k_cache.data_ptr()
+                    v_at, out_at = v_cache.data_ptr(), out.data_ptr()
+                except RuntimeError:
+                    q_at = k_at = v_at = out_at = 0
+                if not (q_at and k_at and v_at and out_at):
+                    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+                    _refusals.refuse_no_memory("attention", tensors)
+                aligned = not ((q_at | k_at | v_at | out_at) & 15 or bits & geometry.stride_mask)
+                pages = k_cache.size(0)
             keys = max_pages * geometry.page_size
             if max_seqlen_k is not None and max_seqlen_k < keys:
                 keys = max_seqlen_k
-            aligned = not (pointers & 15 or bits & geometry.stride_mask)
             plan = plans.attention(geometry, aligned, bound, seqs, tokens, keys or 1)
             stream = plans.current_stream(plans.index)
             pool = plans.workspaces
             if workspace is None:
                 workspace = pool.by_stream.get(stream) or pool.missing(stream)
-            store_lse = 0 if lse is None else 1
-            lse_or_any = workspace.partial_ml if lse is None else lse
             if geometry.extras is not None:
                 strides += launch_arguments(geometry, extras, plans, workspace.partial_ml)
-            passed = (
-                q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, lse_or_any,
-                workspace.partial_acc, workspace.partial_ml, workspace.counters, workspace.tickets,
-                seqs, max_pages, store_lse, tokens, k_cache.size(0), *strides,
-            )  # fmt: skip
+            if addresses is None:  # tensors, which an interpreted kernel needs
+                data, scratch = (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out), workspace.scratch
+            else:
+                data, scratch = addresses if addresses[6] else (*addresses[:6], out.data_ptr()), workspace.addresses
+            lse_or_any, store_lse = (scratch[1], 0) if lse is None else (lse, 1)
+            passed = (*data, lse_or_any, *scratch, seqs, max_pages, store_lse, tokens, pages, *strides)
             if plan.prefill is not None:
                 plan.prefill(plan.prefill_grid, stream, *passed)
             if plan.decode is not None:
@@ -121,14 +141,7 @@ class Eager:
             geometry = self._by_heads.get((layer, query_heads, kv_heads))
             if geometry is None:
                 raise self.geometries.no_heads("attention", layer, query_heads, "k_cache", kv_heads)
-            bound = tokens
-            if max_seqlen_q is not None:
-                if type(max_seqlen_q) is not int or max_seqlen_q < 0:
-                    _refusals.host_bound("attention", "max_seqlen_q", max_seqlen_q)
-                if max_seqlen_q < tokens:
-                    bound = max_seqlen_q
-            if max_seqlen_k is not None and (type(max_seqlen_k) is not int or max_seqlen_k < 0):
-                _refusals.host_bound("attention", "max_seqlen_k", max_seqlen_k)
+            bound = _bound("attention", tokens, max_seqlen_q, max_seqlen_k)
             if checks == "none":
                 read = _checks.read_attention(geometry, q, k_cache, v_cache, block_table, out)
                 if extras is not None or geometry.extras is not None:
@@ -213,14 +226,7 @@ class Eager:
             geometry = self._by_heads.get((layer, query_heads, kv_heads))
             if geometry is None:
                 raise self.geometries.no_heads(function, layer, query_heads, "k", kv_heads)
-            bound = tokens
-            if max_seqlen_q is not None:
-                if type(max_seqlen_q) is not int or max_seqlen_q < 0:
-                    _refusals.host_bound(function, "max_seqlen_q", max_seqlen_q)
-                if max_seqlen_q < tokens:
-                    bound = max_seqlen_q
-            if max_seqlen_k is not None and (type(max_seqlen_k) is not int or max_seqlen_k < 0):
-                _refusals.host_bound(function, "max_seqlen_k", max_seqlen_k)
+            bound = _bound(function, tokens, max_seqlen_q, max_seqlen_k)
             if checks == "none":
                 read = read_varlen(geometry, q, k, v, cu_seqlens_q, out)
                 if extras is not None or geometry.extras is not None:
@@ -326,6 +332,9 @@ class Eager:
             opened = self._open_device(self.directory, self.manifest, device)
             plans = DevicePlans(opened, device, self.table, self.manifest["variants"], self._own_workspace)
             found = self._devices.setdefault(device, plans)
+            if found.is_cuda:
+                self._devices[found.index] = found
+                self._readers = self._readers or readers(self.geometries, self.limits)
         return found
 
     def check_workspace(self, workspace: object, device: torch.device, tokens: int, seqs: int) -> None:
@@ -363,3 +372,18 @@ class Eager:
         if not isinstance(layer, str | None):
             need = "a str, the name of an attention entry"
             _refusals.bad(function, "layer", f"is {type(layer).__name__}", need)
+
+
+def _bound(function: str, tokens: int, max_seqlen_q: object, max_seqlen_k: object) -> int:
+    """The bound on query rows per sequence; raises for a bound that is no host integer of at least 0."""
+    if max_seqlen_k is not None and (type(max_seqlen_k) is not int or max_seqlen_k < 0):
+        _refusals.host_bound(function, "max_seqlen_k", max_seqlen_k)
+    if max_seqlen_q is None:
+        return tokens
+    if type(max_seqlen_q) is not int or max_seqlen_q < 0:
+        _refusals.host_bound(function, "max_seqlen_q", max_seqlen_q)
+    return min(max_seqlen_q, tokens)
+
+
+def _needs_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
+    return q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or out is not None and out.requires_grad

@@ -237,10 +237,13 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
             _, at_once, tile, _ = variant["tensor_maps"][0]["box"]
             parts, heads, of = "units", heads // at_once, of if at_once == 1 else f"groups of {at_once} kv heads"
         items = seqs * heads * -(-keys // tile)
+        cut = "parts of one sequence and head are merged by the last"
+        if variant.get("batch_invariant"):
+            splits, least = sizes.max_splits(geometry.kv_heads), sizes.split_tiles(tile)
+            cut = f"a sequence is cut into at most {splits} splits of at least {least} tiles, whatever the batch; {cut}"
         return (
             f"programs share at most {items} key {parts} ({seqs} sequences x {heads} {of} x "
-            f"{-(-keys // tile)} {parts} of {tile} keys), about {-(-items // grid)} each; "
-            "parts of one sequence and head are merged by the last"
+            f"{-(-keys // tile)} {parts} of {tile} keys), about {-(-items // grid)} each; {cut}"
         )
     if (role == "prefill" or variant["family"] == "varlen") and per_block:
         group = geometry.query_heads // geometry.kv_heads

@@ -12,6 +12,11 @@ from .arguments import ROLES
 
 MIN_TILE = 16
 MERGE_GROUP = 32  # partial states that one program of decode_ws merges; longer items are merged in two levels
+# Batch-invariant decode: splits of a sequence over all its key/value heads that are enough to fill a GPU, bounds of those of one
+# head, and keys that are worth a split of their own.
+FILLING_SPLITS = 256
+SPLITS = (16, 32)
+MIN_SPLIT_KEYS = 512
 TICKETS = 2  # work items handed out and programs that are done, of a family whose programs take items in turn
 POINTER_ALIGNMENT = 16
 
@@ -53,16 +58,27 @@ def head_tile(dim: int) -> int:
     return max(MIN_TILE, 1 << (dim - 1).bit_length())
 
 
-def decode_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
+def max_splits(kv_heads: int) -> int:
+    """Splits at most of the keys of one sequence and key/value head in a batch-invariant decode kernel."""
+    least, most = SPLITS
+    return max(least, min(most, FILLING_SPLITS // kv_heads))
+
+
+def split_tiles(tile_n: int) -> int:
+    """Key tiles at least of a split of such a kernel, but for a sequence's last."""
+    return -(-MIN_SPLIT_KEYS // tile_n)
+
+
+def decode_workspace(programs: int, block_m: int, v_dim: int, states: int = 2) -> WorkspaceSize:
     """Scratch of one decode launch of `programs` programs.
 
-    Each program leaves at most two partial states (its first and its last item): partial_acc [2 * programs,
-    block_m, head_tile(v_dim)] (fewer columns where two tiles hold a head), partial_ml [2 * programs, 2, block_m] (running max and sum), counters [programs], zero
-    between launches.
+    Each program leaves at most `states` partial states, two (its first and its last item) or, batch-invariant, `max_splits`:
+    partial_acc [states * programs, block_m, head_tile(v_dim)] (fewer columns where two tiles hold a head), partial_ml
+    [states * programs, 2, block_m] (running max and sum), counters [programs], zero between launches.
     """
     return WorkspaceSize(
-        partial_acc=2 * programs * block_m * head_tile(v_dim),
-        partial_ml=2 * programs * 2 * block_m,
+        partial_acc=states * programs * block_m * head_tile(v_dim),
+        partial_ml=states * programs * 2 * block_m,
         counters=programs,
         tickets=TICKETS,
     )
@@ -101,14 +117,15 @@ def _variant_workspace(multiprocessors: int, variant: Mapping) -> WorkspaceSize:
         group = variant["query_heads"] // variant["kv_heads"]
         rows = partial_rows(variant["block_m"], group, variant["max_query_len"]) * variant["options"].get("heads", 1)
         return decode_ws_workspace(programs, rows, variant["v_dim"])
-    return decode_workspace(programs, variant["block_m"], variant["v_dim"])
+    states = max_splits(variant["kv_heads"]) if variant.get("batch_invariant") else 2
+    return decode_workspace(programs, variant["block_m"], variant["v_dim"], states)
 
 
 def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> WorkspaceSize:
     """Scratch that serves every given variant on a device: the elementwise maximum over its decode variants.
 
-    `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m`, `v_dim` and, of decode_ws, `query_heads`,
-    `kv_heads`, `max_query_len` and `options`; families of another role need none but the tickets. No array is empty, so that each has an address.
+    `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m`, `v_dim`, of batch-invariant ones that and
+    `kv_heads`, and of decode_ws `query_heads`, `kv_heads`, `max_query_len` and `options`; families of another role need none but the tickets. No array is empty, so that each has an address.
     """
     size = WorkspaceSize(1, 1, 1, TICKETS)
     for variant in variants:

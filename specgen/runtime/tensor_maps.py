@@ -10,9 +10,10 @@ from typing import NamedTuple
 from .arguments import Argument
 
 MAP_BYTES = 128
-# Values of the driver's enumerations CUtensorMapDataType and CUtensorMapSwizzle.
+# Values of the driver's enumerations CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion.
 _DATA_TYPES = {"float16": (6, 2), "bfloat16": (9, 2)}  # with bytes per element
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_FETCHES = {0: 0, 64: 1, 128: 2, 256: 3}
 
 # Of a kernel's parameter: not an argument of the call.
 ZERO = -1
@@ -25,7 +26,8 @@ class TensorMap(NamedTuple):
     `name`: the kernel's argument. `tensor`: the argument of the call whose address it takes. `extents`: size of each
     dimension in elements, a number or the name of an argument; what a box holds beyond them arrives as zeros. `strides`: names of
     arguments, in elements, all but the last dimension's. `box`: elements of each dimension that one copy moves. `swizzle`:
-    bytes of a row of the box over which 16-byte pieces are permuted in shared memory.
+    bytes of a row of the box over which 16-byte pieces are permuted in shared memory. `fetch`: bytes that L2 reads from memory
+    for a piece that it misses, 0 (no more than is asked for), 64, 128 or 256.
     """
 
     name: str
@@ -35,6 +37,7 @@ class TensorMap(NamedTuple):
     strides: tuple[str, ...]
     box: tuple[int, ...]
     swizzle: int
+    fetch: int = 128
 
     @property
     def triton_type(self) -> str:
@@ -75,7 +78,7 @@ def resolve(
     """Names to positions, for _launch.c and ctypes_launch.py: (parameters, maps).
 
     A parameter is the position of an argument of the call, ZERO, or -2 - n for map n. A map is (position of the tensor, data
-    type, bytes per element, swizzle, extents, positions of strides, box), dimensions from the one of stride 1 to the slowest,
+    type, bytes per element, swizzle, L2 promotion, extents, positions of strides, box), dimensions from the one of stride 1 to the slowest,
     as the driver counts them; an extent is a number, or -1 - position.
     """
     position = {argument.name: i for i, argument in enumerate(call)}
@@ -86,6 +89,7 @@ def resolve(
             position[each.tensor],
             *_DATA_TYPES[each.dtype],
             _SWIZZLES[each.swizzle],
+            _FETCHES[each.fetch],
             tuple(-1 - position[size] if isinstance(size, str) else size for size in reversed(each.extents)),
             tuple(position[name] for name in reversed(each.strides)),
             tuple(reversed(each.box)),
@@ -98,6 +102,6 @@ def resolve(
 def needed(parameters: tuple[int, ...], maps: tuple[tuple, ...]) -> set[int]:
     """Positions of the arguments of the call that `resolve`'s parameters and maps read."""
     found = {position for position in parameters if position >= 0}
-    for tensor, _, _, _, extents, strides, _ in maps:
+    for tensor, _, _, _, _, extents, strides, _ in maps:
         found |= {tensor, *strides, *(-1 - extent for extent in extents if extent < 0)}
     return found

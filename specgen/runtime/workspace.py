@@ -21,7 +21,9 @@ class Workspace:
     as two graphs that may replay at once, need two. `limits` holds what a call that uses it may hold at most.
     """
 
-    __slots__ = ("partial_acc", "partial_ml", "counters", "tickets", "device", "limits", "nbytes", "_owner")
+    __slots__ = (
+        "partial_acc", "partial_ml", "counters", "tickets", "scratch", "addresses", "device", "limits", "nbytes", "_owner",
+    )  # fmt: skip
 
     def __init__(self, device: torch.device, size: WorkspaceSize, limits: Limits, owner: object):
         self.device = device
@@ -33,6 +35,8 @@ class Workspace:
             self.partial_ml = torch.empty(size.partial_ml, dtype=torch.float32, device=device)
             self.counters = torch.zeros(size.counters, dtype=torch.int32, device=device)
             self.tickets = torch.zeros(size.tickets, dtype=torch.int32, device=device)
+        self.scratch = self.partial_acc, self.partial_ml, self.counters, self.tickets  # in the order of a launch
+        self.addresses = tuple(tensor.data_ptr() for tensor in self.scratch)
 
     def reset(self) -> None:
         """Zero counters and tickets on the current stream of the device: needed after a launch was aborted midway."""

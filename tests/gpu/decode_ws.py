@@ -38,9 +38,8 @@ class Ours:
         if symbol:
             self.variant = package.manifest["variants"][symbol]
             rows = tuple(map(self._changed, rows))
-        self.eager = eager.Eager(
-            name, package.directory, rows, dispatch.APPEND_ROWS, dispatch.MERGE_ROWS, package._open_device
-        )
+        others = dispatch.APPEND_ROWS, dispatch.MERGE_ROWS, dispatch.VARLEN_ROWS
+        self.eager = eager.Eager(name, package.directory, rows, *others, package._open_device)
         self.workspace = self.eager._own_workspace(self.eager.open(torch.device(DEVICE, 0)))
         for scratch in (self.workspace.partial_acc, self.workspace.partial_ml):
             scratch.fill_(NAN)

@@ -49,14 +49,15 @@ def entry(
     return "\n".join("  " + line for line in lines)
 
 
-def spec(name: str, dtype: str, page_size: int, entries: list[str], layout: str = "NHD") -> str:
-    """A whole spec file."""
+def spec(name: str, dtype: str, page_size: int, entries: list[str], layout: str = "NHD", more: str = "") -> str:
+    """A whole spec file; `more`: further lines at the top level."""
     return (
         f"version: 1\nname: {name}\ndtype: {dtype}\nattention:\n"
         + "\n".join(text.replace("LAYER", f"[{layer}]") for layer, text in enumerate(entries))
         + f"\nkv_cache: {{dtype: {dtype}, page_size: {page_size}, layout: {layout}}}\n"
         + f"tensor_parallel: [1]\ntargets: [{TARGET}]\n"
         + "limits: {max_seqs: 256, max_seq_len: 32768, max_tokens: 4096, max_spec_tokens: 8}\n"
+        + more
     )
 
 
@@ -110,6 +111,13 @@ def all_specs() -> dict[str, str]:
         ),
         "faults_groups": ("bfloat16", 16, [entry(*heads, 64) for heads in HEADS] + [entry(32, 8, 128)]),
         "faults_mixed": ("bfloat16", 16, mixed),
+        "faults_invariant": (
+            "bfloat16",
+            16,
+            [entry(32, 8, 128), entry(14, 2, 64), entry(64, 1, 64), entry(8, 4, 256), mixed[2], windows[3], sinks[3], everything],
+            "NHD",
+            "batch_invariant: true\n",
+        ),
     }
     for page_size, dtype in PAGE_SIZES.items():
         specs[f"faults_page_{page_size}"] = (dtype, page_size, [entry(4, 2, 64), entry(8, 1, 128)])

@@ -6,11 +6,14 @@ the program allows. Units run in random turns, so that a missing wait shows. Wha
 model of ordinary loads and stores, and what ptxas makes of the PTX. Arithmetic is numpy's, in float32.
 """
 
+import importlib.util
 import random
 import re
 import struct
+import tempfile
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +25,26 @@ _VIEWS = {
     "u32": np.uint32, "b32": np.uint32, "s64": np.int64, "u64": np.uint64, "b64": np.uint64, **_FLOATS,
     "f16": np.uint16, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32, "pred": np.bool_,
 }  # fmt: skip
+
+
+def compiled_ptx(source: str, variant) -> str:
+    """PTX of a Gluon variant's module, compiled for sm_90 as a build compiles it."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    with tempfile.TemporaryDirectory() as folder, knobs.compilation.scope(), knobs.cache.scope():
+        knobs.compilation.disable_line_info, knobs.cache.dir = True, folder
+        path = Path(folder) / f"{variant.symbol}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(variant.symbol, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in variant.divisibility}
+        kernel = GluonASTSource(getattr(module, variant.symbol), dict(variant.signature), {}, attributes)
+        options = {"num_warps": variant.config.num_warps, **dict(variant.compiler_options)}
+        return triton.compile(kernel, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
 class Fault(AssertionError):
@@ -64,6 +87,13 @@ class TensorMap:
     strides: tuple[int, ...]  # of all but the fastest
     box: tuple[int, ...]
     itemsize: int = 2
+
+    @classmethod
+    def of(cls, made, values: dict[str, int]) -> "TensorMap":
+        """The map that a launch would make of a specgen TensorMap and of the call's arguments by name."""
+        extents = tuple(values[size] if isinstance(size, str) else size for size in reversed(made.extents))
+        strides = tuple(values[name] * cls.itemsize for name in reversed(made.strides))
+        return cls(values[made.tensor], extents, strides, tuple(reversed(made.box)))
 
 
 @dataclass
@@ -170,15 +200,16 @@ class Machine:
     def run(self) -> None:
         """Run the grid to its end; Fault if it cannot get there."""
         alive = list(self.blocks)
-        while alive:
-            block = self.random.choice(alive)
-            if not block.turn():
-                where = [(u.first // 32, self.program.texts[u.pc][:100]) for u in block.units if not u.done]
-                raise Fault(f"deadlock in block {block.number}: {where}")
-            if block.done:
-                alive.remove(block)
-                if block.copies:
-                    raise Fault(f"block {block.number} ended with {len(block.copies)} copies under way")
+        with np.errstate(all="ignore"):  # lanes that are masked off, and bytes that do not count
+            while alive:
+                block = self.random.choice(alive)
+                if not block.turn():
+                    where = [(u.first // 32, self.program.texts[u.pc][:100]) for u in block.units if not u.done]
+                    raise Fault(f"deadlock in block {block.number}: {where}")
+                if block.done:
+                    alive.remove(block)
+                    if block.copies:
+                        raise Fault(f"block {block.number} ended with {len(block.copies)} copies under way")
 
 
 # ------------------------------------------------------------------------------------------------------------------ parsing
@@ -482,13 +513,19 @@ class _Parser:
 
     def _op_ldmatrix(self, suffixes, operands):
         writes, address = [self._write(part) for part in _split(operands[0].strip("{} "))], self._address(operands[1])
+        transposed = "trans" in suffixes
 
         def action(block, unit):
             where = address(block, unit).reshape(-1, 4, 8)[:, : len(writes)]  # [warps, matrices, rows]
             lanes = np.arange(32)
             for i, write in enumerate(writes):
-                rows = where[:, i][:, lanes // 4] + 4 * (lanes % 4)
-                write(unit, _gather(block.shared, rows.reshape(-1), np.dtype(np.uint32)))
+                if transposed:
+                    rows = where[:, i][:, (lanes % 4 * 2)[:, None] + [0, 1]] + (lanes // 4 * 2)[:, None]
+                    pairs = _gather(block.shared, rows.reshape(-1), np.dtype(np.uint16))
+                    write(unit, np.ascontiguousarray(pairs).view(np.uint32))
+                else:
+                    rows = where[:, i][:, lanes // 4] + 4 * (lanes % 4)
+                    write(unit, _gather(block.shared, rows.reshape(-1), np.dtype(np.uint32)))
 
         return action
 
@@ -725,6 +762,36 @@ class _Parser:
         return copy
 
     # matrix products
+
+    def _op_mma(self, s, o):
+        if "m16n8k16" not in s:
+            raise NotImplementedError(".".join(s))
+        to_float = _from_bf16 if "bf16" in s else (lambda a: a.view(np.float16).astype(np.float32))
+        writes = [self._write(part) for part in _split(o[0].strip("{} "))]
+        left, right = ([self._read(part, "b32") for part in _split(operand.strip("{} "))] for operand in o[1:3])
+        old = [self._read(part, "f32") for part in _split(o[3].strip("{} "))]
+        lanes = np.arange(32)
+        group, pair = lanes // 4, lanes % 4 * 2
+
+        def halves(read, block, unit):
+            both = np.ascontiguousarray(read(block, unit)).view(np.uint16).reshape(-1, 32, 2)
+            return to_float(both[:, :, 0]), to_float(both[:, :, 1])
+
+        def multiply(block, unit):
+            warps = unit.lanes // 32
+            a, b, c = (np.zeros((warps, *shape), np.float32) for shape in ((16, 16), (16, 8), (16, 8)))
+            for i, read in enumerate(left):
+                row, column = group + i % 2 * 8, pair + i // 2 * 8
+                a[:, row, column], a[:, row, column + 1] = halves(read, block, unit)
+            for i, read in enumerate(right):
+                b[:, pair + i * 8, group], b[:, pair + i * 8 + 1, group] = halves(read, block, unit)
+            for i, read in enumerate(old):
+                c[:, group + i // 2 * 8, pair + i % 2] = read(block, unit).reshape(-1, 32)
+            c += a @ b
+            for i, write in enumerate(writes):
+                write(unit, np.ascontiguousarray(c[:, group + i // 2 * 8, pair + i % 2]).reshape(-1))
+
+        return multiply
 
     def _op_wgmma(self, s, o):
         if s[0] == "fence":

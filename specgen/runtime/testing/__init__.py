@@ -1,7 +1,7 @@
 """Helpers of generated tests: a stub is one `Case` (data) and calls of `check_*`.
 
 `Case`, `Batch` and the batches live in cases.py, static poisoned buffers in pools.py (paged) and packed.py
-(contiguous), the checks in checks.py. Nothing here is imported by the package's own functions. Needs torch;
+(contiguous), the checks in checks.py and invariance.py. Nothing here is imported by the package's own functions. Needs torch;
 on a CPU, Triton for its interpreter.
 """
 
@@ -21,6 +21,7 @@ from .checks import (
     skip_reason,
     token_counts,
 )
+from .invariance import check_batch_invariance
 from .packed import PackedPool
 from .pools import CANARY, LAYOUTS, Pool, bits
 
@@ -38,6 +39,7 @@ __all__ = [
     "bits",
     "check_append_kv",
     "check_attention",
+    "check_batch_invariance",
     "check_graph_replay",
     "check_merge_states",
     "check_varlen",

@@ -158,6 +158,13 @@ PREFILL_REPLAYS: tuple[Batch, ...] = (
     Batch("nothing", ((0, 0),) * 8),
 )
 
+# Sequences whose bits are compared with those that each has alone: of one split and several, whole and cut anywhere.
+NEIGHBOURS: tuple[Batch, ...] = (
+    Batch("splits", ((1, 1400), (1, 5), (3, 600), (0, 9), (30, 530), (2, 1030))),
+    Batch("long", ((1, 20000), (1, 0), (2, 1300), (4, 5000), (300, 257), (1, 70000)), large=True),
+    Batch("many", tuple((1 + i % 3, (i * 131) % 1700) for i in range(100)), large=True),
+)
+
 TOKEN_COUNTS = (0, 1, 5, 37, 300)  # of append_kv and merge_states
 
 

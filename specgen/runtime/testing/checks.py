@@ -65,7 +65,7 @@ def check_attention(package, case: Case, batch: str) -> None:
     """
     device = device_for(case)
     named = {known.name: known for known in _known(case)}[batch]
-    rows = _attention_rows(package, case, device)
+    rows = attention_rows(package, case, device)
     for row in rows if device.type == "cuda" else rows[:1]:
         serving = _serving(package, row)
         fitted = fit(named, case, row.max_query_len)
@@ -85,7 +85,7 @@ def check_varlen(package, case: Case, batch: str) -> None:
     poisoned, those between two sequences too.
     """
     device = device_for(case)
-    row = _varlen_row(package, case, device)
+    row = varlen_row(package, case, device)
     fitted = fit({known.name: known for known in _known(case)}[batch], case, case.max_tokens)
     bound = max((q for q, _ in fitted.sequences), default=0)
     seen = None
@@ -103,11 +103,11 @@ def check_graph_replay(package, case: Case) -> None:
     if device.type != "cuda":
         raise SkipTest("graphs are captured on a GPU only")
     if case.family == "varlen":
-        row = _varlen_row(package, case, device)
+        row = varlen_row(package, case, device)
         fitted = [fit(batch, case, case.max_tokens) for batch in (*PREFILL_REPLAYS, *DECODE_REPLAYS)]
         _replay(package, case, row, PackedPool, device, fitted)
         return
-    for row in _attention_rows(package, case, device):
+    for row in attention_rows(package, case, device):
         serving = _serving(package, row)
         known = DECODE_REPLAYS if row.prefill is None else PREFILL_REPLAYS
         fitted = [fit(batch, case, row.max_query_len) for batch in known]
@@ -249,7 +249,11 @@ def _rows(package, case: Case, device: torch.device, table: str, **fields) -> li
     raise SkipTest(f"{case.symbol} is launched on {', '.join(sorted(elsewhere))} only, not on {opened.arch}")
 
 
-def _attention_rows(package, case: Case, device: torch.device) -> list:
+def attention_rows(package, case: Case, device: torch.device) -> list:
+    """This device's attention rows that launch the specialization, of those that launch the same the first.
+
+    Raises SkipTest if only other architectures' rows launch it.
+    """
     heads = dict(layer=case.layer, query_heads=case.query_heads, kv_heads=case.kv_heads, aligned=case.aligned)
     rows = _rows(package, case, device, "ATTENTION_ROWS", **heads)
     return list({(row.decode, row.prefill, row.min_query_len): row for row in reversed(rows)}.values())[::-1]
@@ -260,7 +264,8 @@ def _serving(package, row):
     return package.attention.__self__.pinned(row) if row.narrowed else package
 
 
-def _varlen_row(package, case: Case, device: torch.device):
+def varlen_row(package, case: Case, device: torch.device):
+    """This device's attention_varlen row that launches the specialization; SkipTest as `attention_rows`."""
     heads = dict(layer=case.layer, query_heads=case.query_heads, kv_heads=case.kv_heads, aligned=case.aligned)
     (row,) = _rows(package, case, device, "VARLEN_ROWS", **heads)
     return row

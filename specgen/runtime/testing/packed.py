@@ -59,6 +59,13 @@ class PackedPool(Pool):
         """What the package says that `call` would do."""
         return package.explain_varlen(**self.arguments(), **options)
 
+    def only(self, seq: int) -> dict:
+        """`arguments` of one loaded sequence alone, its rows and keys as views."""
+        alone = super().only(seq)
+        start, end = self.cu_seqlens_k[seq : seq + 2].tolist()
+        keys = dict(k=self.k[start:end], v=self.v[start:end], cu_seqlens_k=self.cu_seqlens_k[seq : seq + 2] - start)
+        return self.arguments() | {name: alone[name] for name in alone if name in self.arguments()} | keys
+
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The reference's (out, lse) for the rows of the loaded batch, float64."""
         lengths = dict(cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k)

@@ -147,6 +147,22 @@ class Pool:
         """What the package says that `call` would do."""
         return package.explain(**self.arguments(), **options)
 
+    def only(self, seq: int) -> dict:
+        """`arguments` of one loaded sequence alone, its rows and pages as views."""
+        start, end = self.cu_seqlens_q[seq : seq + 2].tolist()
+        pages = max(1, self._pages(int(self.seq_lens[seq])))
+        one = slice(seq, seq + 1)
+        alone = {
+            "q": self.q[start:end],
+            "out": self.out[start:end],
+            "block_table": self.block_table[one, :pages],
+            "seq_lens": self.seq_lens[one],
+            "cu_seqlens_q": self.cu_seqlens_q[seq : seq + 2] - start,
+        }
+        if self.prefix_ranges is not None:
+            alone["prefix_ranges"] = self.prefix_ranges[one]
+        return self.arguments() | alone
+
     def extras(self) -> dict:
         """The tensors of the case's features, by argument."""
         names = ("sinks", "alibi_slopes", "prefix_ranges")
