@@ -68,7 +68,7 @@ EXTRA = {
     "tuning.cover": "tuning.matrix",
     "tuning.tree": "runtime.table",
     "tuning.evidence": "tuning.matrix",
-    "tuning.choose": "tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
+    "tuning.choose": "runtime.table tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
     "plan": "expand load runtime.arguments runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan",  # an Expansion is its input; the package's name

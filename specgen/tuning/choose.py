@@ -1,7 +1,7 @@
 """Measurements -> the decision tree of one dispatch group, with its evidence and its regret. Pure; imports the parts of tuning.
 
-The range of query lengths is cut where decode's bounds lie; each part gets a tree of its own over the schedules that are legal
-in all of it. A schedule takes the place of the default only where that makes no measured workload slower beyond noise and
+The range of query lengths is cut where decode's bounds lie, and where decode and prefill share a call also by whether there are
+several sequences and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule takes the place of the default only where that makes no measured workload slower beyond noise and
 one of them faster.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import log
 
+from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 from specgen.target import Target
 from specgen.tuning import evidence
@@ -23,6 +24,10 @@ from specgen.variant import Geometry
 
 # A workload counts once as it was measured, and this much for calls that give no bound on keys.
 UNBOUNDED_WEIGHT = 0.25
+# Keys above which several sequences are never left to prefill alone. Bounds do not tell whose cache is the longest: if it is that
+# of a single row, prefill takes up to 6 times as long as decode (qwen2_0_5b, 128 rows of 4096 keys, H200), and decode launched in
+# vain takes 3 us.
+ALONE_KEYS = 2048
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
 _WORST_COST = 1.0
@@ -98,7 +103,7 @@ def choose(
     rows per sequence, the last at least limits.max_tokens: what is launched without measurements; each must be legal up to
     its bound. known: every target, to recognise measured GPUs. fits: the reason why a schedule cannot be used, or None; it also
     turns away the families of another call, such as varlen. held_out: names of workloads to judge by instead of fitting to;
-    without any, every workload is left out of one of FOLDS fits. max_leaves: for each part of the query lengths. Raises
+    without any, every workload is left out of one of FOLDS fits. max_leaves: for each part. Raises
     ValueError for defaults that leave a call without a schedule.
     """
     parts = _parts(defaults, limits)
@@ -181,32 +186,53 @@ def _within(matrix: Matrix, limits: Limits, fits, defaults: Collection[Schedule]
 
 def _whole(matrix: Matrix, rows: Sequence[int], parts: Sequence[_Part], limits, tolerance, max_leaves) -> object:
     """The tree over all parts; its leaves are tree.Leaf, columns and points by index in `matrix`."""
-    return _joined(parts, [_fitted(matrix, rows, part, limits, tolerance, max_leaves) for part in parts])
+    options = (limits, tolerance, max_leaves)
+    return _joined(parts, [_part_tree(matrix, rows, part, *options) for part in parts])
 
 
-def _fitted(matrix: Matrix, rows, part: _Part, limits, tolerance, max_leaves) -> object:
+def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> object:
+    """The tree over a range of query lengths; `options` as in `_whole`."""
+
+    def fitted(inside: Callable[[Bounds], bool], allowed: Callable[[Schedule], bool] = lambda schedule: True) -> object:
+        return _fitted(matrix, rows, part, inside, allowed, *options)
+
+    if part.default.decode is None or part.default.prefill is None:
+        return fitted(lambda bounds: True)
+    one = fitted(lambda bounds: bounds.seqs == 1)
+    short = fitted(lambda bounds: bounds.seqs > 1 and bounds.keys <= ALONE_KEYS)
+    long = fitted(lambda bounds: bounds.seqs > 1 and bounds.keys > ALONE_KEYS, lambda schedule: schedule.decode is not None)
+    return merge(Split("seqs", 1, one, Split("keys", ALONE_KEYS, short, long)), _same)
+
+
+def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, tolerance, max_leaves) -> object:
+    """The tree for those calls of a part whose bounds are `inside`, over the schedules that are legal there and `allowed`."""
     default = matrix.schedules.index(part.default)
+    legal = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high) and allowed(schedule)]
     rows = [w for w in rows if part.low <= matrix.workloads[w].bounds.query_len <= part.high]
-    legal = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high)]
-    rows = [w for w in rows if any(matrix.cells[w][s] for s in legal)]
+    bounds = {w: matrix.workloads[w].bounds for w in rows if any(matrix.cells[w][s] for s in legal)}
+    # The same workloads again, as a call looks that gives no bound on keys: they pull, but promise nothing.
+    unbound = {w: each._replace(keys=limits.max_seq_len) for w, each in bounds.items()}
+    measured = [w for w in bounds if inside(bounds[w])]
+    pulling = [w for w in bounds if inside(unbound[w])]
+    rows = [w for w in bounds if w in measured or w in pulling]
     if not rows:
         return Leaf(default, ())
     table = matrix.only(rows, legal)
     costs = _costs(table, legal.index(default))
     columns = _candidates(table, costs, legal.index(default), tolerance)
-    bounds = [workload.bounds for workload in table.workloads]
-    # The same workloads again, as a call looks that gives no bound on keys: they pull, but promise nothing.
-    points = bounds + [each._replace(keys=limits.max_seq_len) for each in bounds]
-    weights = [1.0] * len(rows) + [UNBOUNDED_WEIGHT] * len(rows)
-    unbound = [[loss + _TIE * log(s) for loss, s in zip(*row)] for row in zip(table.losses, table.slowdowns)]
-    charged = [[row[s] for s in columns] for row in (*costs, *unbound)]
+    weights = [1.0] * len(measured) + [UNBOUNDED_WEIGHT] * len(pulling)
+    places = {w: i for i, w in enumerate(rows)}
+    losses = [[loss + _TIE * log(s) for loss, s in zip(table.losses[i], table.slowdowns[i])] for i in map(places.get, pulling)]
+    charged = [[row[s] for s in columns] for row in [*(costs[places[w]] for w in measured), *losses]]
+    points = [*(bounds[w] for w in measured), *(unbound[w] for w in pulling)]
+    behind = [*measured, *pulling]  # the workload of each point
     grown = fit(points, weights, charged, max_leaves=max_leaves)
 
     def settled(leaf: Leaf) -> Leaf:
         """The cheapest column that may take the place of the default, over the workloads measured there if there are any."""
         sums = [sum(weights[i] * charged[i][c] for i in leaf.points) for c in range(len(columns))]
-        measured = [i for i in leaf.points if i < len(rows)]
-        workloads = tuple(sorted({rows[i % len(rows)] for i in measured or leaf.points}))
+        here = [i for i in leaf.points if i < len(measured)]
+        workloads = tuple(sorted({behind[i] for i in here or leaf.points}))
         ranked = [legal[columns[c]] for c in sorted(range(len(columns)), key=lambda c: (c != leaf.column, round(sums[c], 9), c))]
         return Leaf(next(s for s in ranked if s == default or replaces(matrix, s, default, workloads)), workloads)
 
