@@ -12,8 +12,8 @@ from measurements import GEOMETRY, H200, SETTING, both, failure, measurement, ro
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 from specgen.target import load_targets
-from specgen.tuning.choose import choose, replaces
-from specgen.tuning.records import Gpu
+from specgen.tuning.choose import ALONE_KEYS, choose, replaces
+from specgen.tuning.records import Gpu, Schedule
 from specgen.tuning.relatives import identify, nearest
 from specgen.tuning.tree import MAX_LEAVES, boxes, decide
 
@@ -122,6 +122,19 @@ def test_decode_alone_stays_within_its_rows():
     assert decide(choice.tree, Bounds(4, 8, 32, 2048)).schedule == rows(32, 8)
     for box in boxes(choice.tree, LIMITS):
         assert box.leaf.schedule.legal(box.high.query_len)
+
+
+def test_several_sequences_with_long_caches_are_never_left_to_prefill_alone():
+    """Faster wherever it was measured; but the longest cache may be a single row's."""
+    alone = Schedule(None, both(64, 64).prefill, 0)
+    choice = chosen(decode_times({both(64, 64): lambda s, k: 100.0, alone: lambda s, k: 90.0}, query_len=256))
+    for seqs, keys, schedule in (
+        (1, 32768, alone),
+        (8, ALONE_KEYS, alone),
+        (8, ALONE_KEYS + 1, both(64, 64)),
+        (2, 32768, both(64, 64)),
+    ):
+        assert decide(choice.tree, Bounds(256, seqs, 256 * seqs, keys)).schedule == schedule, (seqs, keys)
 
 
 def test_schedules_that_do_not_fit_are_left_out():
