@@ -21,7 +21,6 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNTIME = REPOSITORY / "specgen" / "runtime"
-_SHARED = {"sm_": 232448, "gfx": 65536}  # bytes per block, by the beginning of an architecture
 SEVEN = [0] * 7  # arguments that merge_states takes: null pointers, no rows
 _names = itertools.count()
 
@@ -149,7 +148,7 @@ def make_package(folder: Path, variants: dict[str, dict], extension: Path | None
         "package": name,
         "distribution": name.replace("_", "-"),
         "oldest_driver": dict.fromkeys(archs, "525.60.13"),
-        "targets": [dict(id=arch, arch=arch, multiprocessors=132, shared_memory_per_block=_SHARED[arch[:3]]) for arch in archs],
+        "targets": [],  # a stand-in is like no GPU that is on the market; its binaries say what there is
         "variants": variants,
     }
     return package, manifest
