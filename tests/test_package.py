@@ -26,6 +26,7 @@ from fake_package import (
 
 from specgen.runtime import plans, reference
 from specgen.runtime import workspace as workspaces
+from specgen.runtime.checks import odd_cache
 from specgen.runtime.errors import ArgumentError, CaptureError, NoBinaryError
 from specgen.runtime.package import Package
 
@@ -134,6 +135,16 @@ def test_interleaved_caches_and_sliced_queries_are_aligned(package):
     assert launched(package)[0][0] == "decode_global_8_2_a"
 
 
+def test_what_a_cache_may_be_for_kernels_of_aligned_tensors():
+    """Rows and columns of a matrix are 32 bits; a pool with the heads outermost can pass them."""
+    eight = SimpleNamespace(kv_heads=8)
+    assert not odd_cache(eight, 16 * 8 * 128, 8 * 128, 128)
+    assert odd_cache(eight, 16 * 8 * 128 + 8, 8 * 128, 128) and odd_cache(eight, 1024, 0, 128)
+    farthest = (2**31 - 1) // 7
+    assert not odd_cache(eight, 16 * 128, 128, farthest) and odd_cache(eight, 16 * 128, 128, farthest + 1)
+    assert not odd_cache(SimpleNamespace(kv_heads=1), 16 * 128, 128, 1 << 40)
+
+
 @pytest.mark.parametrize("which", [1, 2])
 @pytest.mark.parametrize("checks", ["shapes", "none"])
 def test_pages_between_slots_are_unaligned(package, which, checks):
@@ -145,7 +156,7 @@ def test_pages_between_slots_are_unaligned(package, which, checks):
     given[which] = apart.copy_(given[which])
     out = package.attention(*given, **keywords, max_seqlen_q=2, checks=checks)
     assert launched(package)[0][0] == "decode_global_8_2_u"
-    assert "pages no multiple of" in str(package.explain(*given, **keywords))
+    assert "pages a multiple of" in str(package.explain(*given, **keywords))
     torch.testing.assert_close(out, package.attention(*tensors, **keywords, max_seqlen_q=2))
 
 
@@ -412,6 +423,9 @@ def test_a_tensor_without_memory_is_refused(package):
         with pytest.raises(ArgumentError, match=f"^{name} has no memory: .*; needed: a plain tensor"):
             call()
     k, v = (cache[0, :3].clone() for cache in (k_cache, v_cache))
+    for name in ("block_table", "seq_lens", "cu_seqlens_q"):
+        with pytest.raises(ArgumentError, match=f"^attention: {name} has no memory"):
+            package.attention(q, k_cache, v_cache, **keywords | {name: freed(keywords[name])})
     with pytest.raises(ArgumentError, match="^append_kv: v_cache has no memory"):
         package.append_kv(k, v, k_cache, freed(v_cache), slot_mapping=torch.arange(3))
     out_a, lse_a, out_b, lse_b = states()

@@ -72,6 +72,12 @@ def fused(given):
     given["k_cache"], given["v_cache"] = both[:, 0], both[:, 1, :, :, :V]
 
 
+def tailed(cache, elements):
+    """The cache with so many elements behind each page: all strides multiples of 16 bytes, pages no multiple of a slot apart."""
+    pages, page = cache.shape[0], cache[0].numel() + elements
+    return torch.zeros(pages * page).as_strided(cache.shape, (page, *cache.stride()[1:]))
+
+
 RIGHT = {
     "plain": put(),
     "bounds": put(max_seqlen_q=1, max_seqlen_k=9),
@@ -83,6 +89,9 @@ RIGHT = {
     "views of one cache": fused,
     "misaligned q": lambda given: given.update(q=misaligned(given["q"])),
     "odd strides of k": lambda given: given.update(k_cache=padded(given["k_cache"])),
+    "pages with a tail": lambda given: given.update(k_cache=tailed(given["k_cache"], 8)),
+    "pages of v with a tail": lambda given: given.update(v_cache=tailed(given["v_cache"], 16)),
+    "pages over one slot": lambda given: given.update(k_cache=given["k_cache"][:, :1].expand_as(given["k_cache"])),
     "padded out": put(out=torch.zeros(4, 9, V + 4)[:, :8, :V]),
     "padded table": lambda given: given.update(block_table=torch.zeros(4, 11, dtype=torch.int32)[:, 2:9]),
 }

@@ -164,6 +164,11 @@ def test_reading_one_geometry_leaves_the_others():
         ('"status": "wrong", ', "", "measurement .*status"),
         ('"run": "run 1"', '"run": "run 3"', "measurement .* is not what its content says"),
         ('"workload": "ragged', '"workload": "other', "no workload line 'ragged|is not what"),
+        ('"lengths": ', '"length": ', "workload .*has no 'lengths'"),
+        ('"lengths": [[', '"lengths": [[1000000000000, 1, 4096], [', "lengths: 10000000000.. sequences; at most"),
+        ('"lengths": [[', '"lengths": [7, [', "x.jsonl:.*workload"),
+        ('"setting": "', '"setting": ["x"], "was": "', "x.jsonl:2: setting: needs a name"),
+        ('"samples_us": [', '"samples_us": [-1.0, ', "samples_us: needs times above 0, got -1.0"),
     ],
 )
 def test_a_damaged_text_is_refused_with_its_place(old, new, message):
@@ -171,6 +176,19 @@ def test_a_damaged_text_is_refused_with_its_place(old, new, message):
     assert old in text
     with pytest.raises(SpecError, match=message):
         jsonl.loads(text.replace(old, new, 1), "x.jsonl")
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "x.jsonl:1: needs .*, got nothing"), ("[" * 100_000, "x.jsonl:1: not JSON")])
+def test_what_is_no_such_text_is_refused(text, message):
+    with pytest.raises(SpecError, match=message):
+        jsonl.loads(text, "x.jsonl")
+
+
+def test_a_reference_that_is_no_name_is_refused():
+    text = jsonl.dumps(some())
+    place = text.index('"schedule": "', text.index('{"empty_us"'))
+    with pytest.raises(SpecError, match="measurement .*no schedule line"):
+        jsonl.loads(text[:place] + '"schedule": ["x"], "was": "' + text[place + len('"schedule": "') :], "x.jsonl")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

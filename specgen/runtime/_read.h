@@ -93,6 +93,11 @@ static int have_shapes(const reader_t *r, const dl_tensor *t, int has_out) {
                         out->strides[1] >= r->v_dim && out->strides[0] >= r->query_heads * out->strides[1]);
 }
 
+/* odd_cache of checks.py. */
+static int is_odd(const reader_t *r, int64_t page, int64_t slot, int64_t head) {
+    return slot == 0 || page % slot != 0 || (r->kv_heads > 1 && head >= ((1LL << 31) + r->kv_heads - 2) / (r->kv_heads - 1));
+}
+
 /* read(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out or None); see the method's docstring. */
 static PyObject *read_call(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     const reader_t *r = PyCapsule_GetPointer(self, READER);
@@ -135,7 +140,8 @@ static PyObject *read_call(PyObject *self, PyObject *const *args, Py_ssize_t nar
     for (i = 1; i < 11; i++)
         bits |= strides[i];
     numbers[0] = t[Q].device.id;
-    numbers[1] = !((addresses[Q] | addresses[K_CACHE] | addresses[V_CACHE] | addresses[OUT]) & 15 || bits & r->stride_mask);
+    numbers[1] = !((addresses[Q] | addresses[K_CACHE] | addresses[V_CACHE] | addresses[OUT]) & 15 || bits & r->stride_mask ||
+                   is_odd(r, strides[3], strides[4], strides[5]) || is_odd(r, strides[6], strides[7], strides[8]));
     numbers[2] = t[Q].shape[0];
     numbers[3] = t[BLOCK_TABLE].shape[0];
     numbers[4] = t[BLOCK_TABLE].shape[1];

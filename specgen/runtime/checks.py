@@ -151,7 +151,7 @@ def check_attention(
     else:
         out_token, out_head = check_out("attention", out, q, v_dim)
     bits = q_token | q_head | k_page | k_slot | k_head | v_page | v_slot | v_head | out_token | out_head
-    bits |= _odd_pages(k_page, k_slot) | _odd_pages(v_page, v_slot)
+    bits |= odd_cache(geometry, k_page, k_slot, k_head) | odd_cache(geometry, v_page, v_slot, v_head)
     strides = (
         table_row,
         q_token,
@@ -199,13 +199,17 @@ def read_attention(
     if geometry.hnd:
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     data = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out_strides)
-    odd = _odd_pages(*data[2:4]) | _odd_pages(*data[5:7])
+    odd = odd_cache(geometry, *data[2:5]) | odd_cache(geometry, *data[5:8])
     return seqs, max_pages, reduce(or_, data, odd), (block_table.stride()[0], *data)
 
 
-def _odd_pages(page: int, slot: int) -> int:
-    """The stride bit of pages that are not a whole number of slots apart: unaligned, as kernels count the one in the other."""
-    return 1 if not slot or page % slot else 0
+def odd_cache(geometry: Geometry, page: int, slot: int, head: int) -> int:
+    """The stride bit of a cache, by its strides, that kernels for aligned tensors may not take.
+
+    They may read it as a matrix of slots by elements: its pages are a whole number of slots apart, and where the last head of a
+    slot begins is a coordinate of 32 bits. _read.h has the same.
+    """
+    return 1 if not slot or page % slot or (geometry.kv_heads - 1) * head >= 1 << 31 else 0
 
 
 def check_append(

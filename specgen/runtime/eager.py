@@ -5,6 +5,8 @@ a call does no formatting, no allocation but the output, and reads no device val
 """
 
 import json
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 import torch
@@ -90,15 +92,11 @@ class Eager:
             lse = torch.empty((tokens, geometry.query_heads), dtype=torch.float32, device=q.device)
         if bound and seqs:
             if addresses is None:
-                try:
-                    q_at, k_at = q.data_ptr(), k_cache.data_ptr()
-                    v_at, out_at = v_cache.data_ptr(), out.data_ptr()
-                except RuntimeError:
-                    q_at = k_at = v_at = out_at = 0
-                if not (q_at and k_at and v_at and out_at):
-                    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
-                    _refusals.refuse_no_memory("attention", tensors)
-                aligned = not ((q_at | k_at | v_at | out_at) & 15 or bits & geometry.stride_mask)
+                data = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+                pointers = reduce(or_, _refusals.addresses("attention", data))
+                index = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+                _refusals.addresses("attention", index)
+                aligned = not (pointers & 15 or bits & geometry.stride_mask)
                 pages = k_cache.size(0)
             keys = max_pages * geometry.page_size
             if max_seqlen_k is not None and max_seqlen_k < keys:
@@ -193,14 +191,8 @@ class Eager:
         if return_lse:
             lse = torch.empty((tokens, geometry.query_heads), dtype=torch.float32, device=device)
         if bound and seqs:
-            try:
-                q_at, k_at, v_at, out_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-            except RuntimeError:
-                q_at = k_at = v_at = out_at = 0
-            if not (q_at and k_at and v_at and out_at):
-                tensors = {"q": q, "k": k, "v": v, "out": out}
-                _refusals.refuse_no_memory("attention_varlen", tensors)
-            pointers = q_at | k_at | v_at | out_at
+            pointers = reduce(or_, _refusals.addresses("attention_varlen", {"q": q, "k": k, "v": v, "out": out}))
+            _refusals.addresses("attention_varlen", {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k})
             kernel, grid = plans.varlen(geometry, not (pointers & 15 or bits & geometry.stride_mask))
             if geometry.extras is not None:
                 strides += launch_arguments(geometry, extras, plans, q)
@@ -280,16 +272,11 @@ class Eager:
         if tokens and rotary is not None and not num_slots:
             _refusals.bad("append_kv", "k_cache", "has no pages", "at least one, layer has rotary embedding")
         if tokens and num_slots:
-            try:
-                k_at, v_at, kc_at, vc_at = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-            except RuntimeError:
-                k_at = v_at = kc_at = vc_at = 0
-            if not (k_at and v_at and kc_at and vc_at):
-                tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-                _refusals.refuse_no_memory("append_kv", tensors)
-            pointers = k_at | v_at | kc_at | vc_at
+            data = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
             if rotary is not None:
-                pointers |= rotary.q.data_ptr() | rotary.q_out.data_ptr()
+                data |= {"q": rotary.q, "q_out": rotary.q_out}
+            pointers = reduce(or_, _refusals.addresses("append_kv", data))
+            _refusals.addresses("append_kv", {"slot_mapping": slot_mapping})
             kernel, grid = plans.append(geometry, not (pointers & 15 or bits & geometry.stride_mask))
             stream = plans.current_stream(plans.index)
             kernel(grid, stream, k, v, k_cache, v_cache, slot_mapping, tokens, num_slots, *strides)
@@ -313,13 +300,9 @@ class Eager:
         out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
         if tokens:
             kernel, grid, aligned = plans.merge(geometry)
-            try:
-                a_at, b_at = out_a.data_ptr(), out_b.data_ptr()
-            except RuntimeError:
-                a_at = b_at = 0
-            if not (a_at and b_at):
-                _refusals.refuse_no_memory("merge_states", {"out_a": out_a, "out_b": out_b})
-            if aligned and (a_at | b_at) & 15:
+            pointers = reduce(or_, _refusals.addresses("merge_states", {"out_a": out_a, "out_b": out_b}))
+            _refusals.addresses("merge_states", {"lse_a": lse_a, "lse_b": lse_b})
+            if aligned and pointers & 15:
                 out_a, out_b = out_a.clone(), out_b.clone()
             stream = plans.current_stream(plans.index)
             kernel(grid, stream, out_a, lse_a, out_b, lse_b, out, lse, tokens * query_heads)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import sizes
 from .arguments import ROLES
+from .checks import odd_cache
 from .geometry import Geometry
 from .table import EVERY, AttentionRow, Bounds, VarlenRow
 from .visibility import spans
@@ -221,9 +222,10 @@ def _broken_promises(geometry: Geometry, data: dict[str, Tensor]) -> list[str]:
             broken.append(f"{name} has strides {tuple(tensor.stride())}, not multiples of {step} elements")
         if name.endswith("_cache"):
             page, near, far, _ = tensor.stride()
-            slot = far if geometry.hnd else near
-            if not slot or page % slot:
-                broken.append(f"{name} has strides {tuple(tensor.stride())}, pages no multiple of {slot} elements apart")
+            slot, head = (far, near) if geometry.hnd else (near, far)
+            if odd_cache(geometry, page, slot, head):
+                needed = f"needed: pages a multiple of {slot} elements apart, heads less than 2^31 from the first to the last"
+                broken.append(f"{name} has strides {tuple(tensor.stride())}; {needed}")
     return broken
 
 

@@ -67,19 +67,22 @@ def diagnose(function: str, tensors: dict[str, object], hnd: bool = False) -> No
             bad(function, name, f"has shape {list(tensor.shape)}", shape)
 
 
-def refuse_no_memory(function: str, tensors: dict[str, Tensor]) -> None:
-    """Raise for the first tensor of elements without an address; return if there is none.
-
-    Called after reading an address failed or gave 0, as it does for an empty tensor too.
-    """
-    for name, tensor in tensors.items():
-        try:
-            missing = not tensor.data_ptr() and tensor.numel()
-        except RuntimeError:
-            missing = True
-        if missing:
-            came = "has no memory: its storage is freed, or it stands for another under vmap, jvp or functionalize"
-            bad(function, name, came, "a plain tensor; call it outside of such a transform")
+def addresses(function: str, tensors: dict[str, Tensor]) -> list[int]:
+    """Where the tensors begin, 0 for those without elements. Raises for one of elements without an address."""
+    try:
+        found = [tensor.data_ptr() for tensor in tensors.values()]
+    except RuntimeError:
+        found = [0]
+    if not all(found):
+        for name, tensor in tensors.items():
+            try:
+                missing = not tensor.data_ptr() and tensor.numel()
+            except RuntimeError:
+                missing = True
+            if missing:
+                came = "has no memory: its storage is freed, or it stands for another under vmap, jvp or functionalize"
+                bad(function, name, came, "a plain tensor; call it outside of such a transform")
+    return found
 
 
 def refuse_features(function: str, features: dict[str, object]) -> None:

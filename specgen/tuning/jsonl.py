@@ -29,6 +29,9 @@ from specgen.variant import Geometry
 
 VERSION = 1
 _HEADER = {"format": "specgen measurements", "version": VERSION}
+MOST_SEQUENCES = 1 << 20  # of a batch: a damaged count must not take all memory
+# What reading a line of another shape raises.
+_DAMAGE = (ValueError, TypeError, AttributeError, LookupError)
 # A measurement's own fields, in the words of the dataclass; the others are reached through its references.
 _OWN = ("status", "samples_us", "empty_us", "error", "when", "run", "detail")
 
@@ -65,20 +68,23 @@ def loads(text: str, path: str, geometry: Geometry | None = None) -> list[Measur
         if kind in parts:
             name = line.pop(kind)
             try:
-                parts[kind][name] = readers[kind](line)
-            except (ValueError, TypeError, AttributeError) as error:
-                mistakes.append(Diagnostic(path, number, None, f"{kind} {name}", str(error)))
+                parts[kind][str(name)] = readers[kind](line)
+            except _DAMAGE as error:
+                mistakes.append(Diagnostic(path, number, None, f"{kind} {name}", _said(error)))
+            if not isinstance(name, str):
+                mistakes.append(Diagnostic(path, number, None, kind, f"needs a name, got {shown(name)}"))
         elif kind is None and line != _HEADER:
             mistakes.append(Diagnostic(path, number, None, "", f"not a line of this format, version {VERSION}"))
     if mistakes:
         raise SpecError(mistakes)
     for number, line in lines:
-        if "measurement" not in line or not _is_of(parts["setting"].get(line.get("setting")), geometry):
+        setting = line.get("setting")
+        if "measurement" not in line or isinstance(setting, str) and not _is_of(parts["setting"].get(setting), geometry):
             continue
         try:
             found.append(_measurement(line, parts))
-        except ValueError as error:
-            mistakes.append(Diagnostic(path, number, None, f"measurement {line['measurement']}", str(error)))
+        except _DAMAGE as error:
+            mistakes.append(Diagnostic(path, number, None, f"measurement {line['measurement']}", _said(error)))
     if mistakes:
         raise SpecError(mistakes)
     return found
@@ -123,20 +129,28 @@ def _parsed(text: str, path: str) -> tuple[list[tuple[int, dict]], list[Diagnost
     for number, line in enumerate(text.splitlines(), 1):
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             mistakes.append(Diagnostic(path, number, getattr(error, "colno", None), "", f"not JSON: {error}"))
             continue
         if isinstance(value, dict):
             lines.append((number, value))
         else:
             mistakes.append(Diagnostic(path, number, None, "", f"needs a JSON object, got {shown(value)}"))
-    if lines and lines[0][1] != _HEADER:
-        mistakes.append(Diagnostic(path, 1, None, "", f"needs {canonical(_HEADER)}, got {shown(text.splitlines()[0])}"))
+    if not mistakes and (not lines or lines[0][1] != _HEADER):
+        came = shown(text.splitlines()[0]) if lines else "nothing"
+        mistakes.append(Diagnostic(path, 1, None, "", f"needs {canonical(_HEADER)}, got {came}"))
     return lines, mistakes
+
+
+def _said(error: Exception) -> str:
+    """What is wrong with a line, of an error that may hold a key alone."""
+    return f"has no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
 
 
 def _workload_of(fields: dict) -> tuple[str, tuple[tuple[int, int], ...]]:
     """(name, seqs) of a workload line."""
+    if (count := sum(count for count, *_ in fields["lengths"])) > MOST_SEQUENCES:
+        raise ValueError(f"lengths: {count} sequences; at most {MOST_SEQUENCES} are read")
     seqs = sequences(fields["lengths"])
     named = {"name": fields["name"], "lengths": run_lengths(seqs), **bounds_of(seqs)._asdict()}
     if named != fields:
@@ -154,7 +168,7 @@ def _measurement(line: dict, parts: dict[str, dict]) -> Measurement:
     stated = line.pop("measurement")
     references = {kind: line.pop(kind, None) for kind in parts}
     for kind, name in references.items():
-        if name not in parts[kind] and (kind, name) != ("workload", ""):
+        if not isinstance(name, str) or name not in parts[kind] and (kind, name) != ("workload", ""):
             raise ValueError(f"no {kind} line {shown(name)} in this file")
     name, seqs = parts["workload"].get(references["workload"], ("", ()))
     schedule = parts["schedule"][references["schedule"]]

@@ -183,6 +183,8 @@ class Measurement:
             yield f"samples_us: status {self.status!r} with {len(self.samples_us)} samples"
         if not all(map(isfinite, (*self.samples_us, self.empty_us, self.error or 0.0))):
             yield "samples_us, empty_us and error: need finite numbers"
+        if self.samples_us and min(self.samples_us) <= 0:
+            yield f"samples_us: needs times above 0, got {min(self.samples_us)}"
         if self.samples_us and self.time_us <= 0:
             yield f"samples_us: the median {median(self.samples_us)} is not above an empty graph's {self.empty_us}"
 
