@@ -159,7 +159,7 @@ def expand(
     by_arch: dict[str, list[Target]] = {}
     for name in spec.targets:
         by_arch.setdefault(targets[name].arch, []).append(targets[name])
-    measurements = () if spec.batch_invariant else tuple(measurements)
+    measurements = tuple(measurements)
     uses: list[Use] = []
     dispatch: list[Dispatch] = []
     rejections: dict[Rejection, None] = {}
@@ -213,6 +213,7 @@ class _Site:
             defaults=defaults,
             known=self.known,
             fits=lambda schedule: self.unfit(schedule, aligned),
+            refused="batch_invariant leaves nothing to choose by the batch" if self.spec.batch_invariant else "",
         )
 
         def route(decision: Decision) -> Route:

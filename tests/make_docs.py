@@ -31,7 +31,7 @@ _CONFIG = Config(16, 16, 4, 1, 1)
 # Fields that no attention entry holds, switched on.
 _OTHERS: dict[str, dict] = {
     "dtype: float32": {"dtype": "float32", "cache": "{dtype: float32, page_size: 16}"},
-    "kv_cache.page_size": {"cache": "{dtype: bfloat16, page_size: 48}"},
+    "kv_cache.page_size: 48": {"cache": "{dtype: bfloat16, page_size: 48}"},
     "kv_cache.layout: HND": {"cache": "{dtype: bfloat16, page_size: 16, layout: HND}"},
     "tensor_parallel": {"degrees": "[2]"},
     "batch_invariant": {"more": "batch_invariant: true\n"},
@@ -109,7 +109,8 @@ def combinations() -> str:
     for feature, fields in FEATURES.items():
         needed = {key: value for key, value in fields.items() if key == "mask" and feature != "mask"}
         effects = (_effect(family, spec_of(fields), spec_of(needed)) for family in families)
-        lines.append(_row(_label(feature), *effects))
+        value = f"`head_dim: {fields['head_dim']}`" if feature == "head_dim" else _label(feature)
+        lines.append(_row(value, *effects))
     for name, arguments in _OTHERS.items():
         effects = (_effect(family, spec_of(**arguments), spec_of()) for family in families)
         lines.append(_row(f"`{name}`", *effects))

@@ -587,13 +587,13 @@ def test_helpers_take_what_serves_a_row_and_skip_what_does_not(interpreter, monk
     monkeypatch.setattr(checks, "open_device", lambda package, device: opened("sm_90", binary=CASE.symbol))
     package = StandIn(CASE, symbol="binary")
     testing.check_attention(package, CASE, "groups")
-    with pytest.raises(SkipTest, match="take turns"):
+    with pytest.raises(SkipTest, match=f"as a binary alone, and {CASE.symbol} serves here"):
         testing.check_attention(package, replace(CASE, symbol="binary"), "groups")
     manifest = {"variants": {"binary": {"stand_in": CASE.symbol}}}
     device = types.SimpleNamespace(arch="sm_90", manifest=manifest, serving=lambda symbol: symbol)
     monkeypatch.setattr(checks, "open_device", lambda package, _: device)
     testing.check_attention(package, replace(CASE, symbol="binary"), "groups")
-    with pytest.raises(SkipTest, match="take turns"):
+    with pytest.raises(SkipTest, match="only where a binary cannot"):
         testing.check_attention(package, CASE, "groups")
 
 

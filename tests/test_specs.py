@@ -17,9 +17,7 @@ SMALL = {"h200": "sm_90", "mi300x": "gfx942"}
 
 
 def test_every_row_has_its_spec_or_is_refused():
-    assert sorted(path.stem for path in SPECS.glob("*.yaml")) == sorted(
-        spec_name(row["model"]) for row in SHIPPED
-    )
+    assert {path.stem for path in SPECS.glob("*.yaml")} >= {spec_name(row["model"]) for row in SHIPPED}
     for row in ROWS:
         if row["model"] in REFUSED:
             with pytest.raises(SpecError):

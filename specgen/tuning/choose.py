@@ -1,8 +1,8 @@
 """Measurements -> the decision tree of one dispatch group, with its evidence and its regret. Pure; imports the parts of tuning.
 
 The range of query lengths is cut where decode's bounds lie, and where decode and prefill share a call also by whether there are
-several sequences and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule takes the place of the default only where that makes no measured workload slower beyond noise and
-one of them faster.
+several sequences and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule
+takes the place of the default only where that makes no measured workload slower beyond noise and one of them faster.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -96,6 +96,7 @@ def choose(
     held_out: Collection[str] = (),
     tolerance: float = TOLERANCE,
     max_leaves: int = MAX_LEAVES,
+    refused: str = "",
 ) -> Choice:
     """The tree for a geometry on `targets`, GPUs of one architecture that share a table; the first decides whose data serve.
 
@@ -103,16 +104,17 @@ def choose(
     rows per sequence, the last at least limits.max_tokens: what is launched without measurements; each must be legal up to
     its bound. known: every target, to recognise measured GPUs. fits: the reason why a schedule cannot be used, or None; it also
     turns away the families of another call, such as varlen. held_out: names of workloads to judge by instead of fitting to;
-    without any, every workload is left out of one of FOLDS fits. max_leaves: for each part. Raises
+    without any, every workload is left out of one of FOLDS fits. max_leaves: for each part.
+    refused: why measurements may not choose, if that is so: the defaults serve, without a warning. Raises
     ValueError for defaults that leave a call without a schedule.
     """
     parts = _parts(defaults, limits)
     own = [m for m in measurements if m.setting.geometry == attention_part(geometry) and m.setting.aligned == aligned]
     relative = nearest(targets[0], {m.setting.gpu for m in own}, known)
-    if relative is None:
-        reason = "default: nothing measured for this geometry on this or a related GPU"
+    if relative is None or refused:
+        reason = f"default: {refused or 'nothing measured for this geometry on this or a related GPU'}"
         tree = _joined(parts, [Decision(part.default, reason) for part in parts])
-        warnings = tuple(alone(target, aligned) for target in targets)
+        warnings = () if refused else tuple(alone(target, aligned) for target in targets)
         return Choice(clip(tree, limits), None, None, warnings, None, None, None)
     model = _model(relative.gpu)
     matrix = tabulate(

@@ -245,7 +245,9 @@ def _rows(package, case: Case, device: torch.device, table: str, **fields) -> li
         return served_by[case.symbol]
     assert elsewhere, f"no row of {table} with {fields} launches {case.symbol}; those are {rows}"
     if opened.arch in elsewhere:
-        raise SkipTest(f"{case.symbol} is not what runs here: a binary and the kernel that stands in for it take turns")
+        stand_in = variants.get(case.symbol, {}).get("stand_in")
+        why = f"ships as a binary alone, and {stand_in} serves here" if stand_in else "serves only where a binary cannot be loaded"
+        raise SkipTest(f"{case.symbol} {why}")
     raise SkipTest(f"{case.symbol} is launched on {', '.join(sorted(elsewhere))} only, not on {opened.arch}")
 
 

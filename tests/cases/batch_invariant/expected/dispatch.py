@@ -21,7 +21,7 @@ ATTENTION_ROWS = (
         max_query_len=2,
         decode="decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2",
         prefill=None,
-        reason="at most 2 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
+        reason="at most 2 query rows a sequence: decode alone; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
         index=1,
@@ -34,7 +34,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2",
         prefill="prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w4s3c1_m168",
-        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
         index=2,
@@ -47,7 +47,7 @@ ATTENTION_ROWS = (
         max_query_len=2,
         decode="decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n32_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 2 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
+        reason="at most 2 query rows a sequence: decode alone; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
         index=3,
@@ -60,7 +60,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n32_w4s1c2_unaligned",
         prefill="prefill_h4x1_d64_p16_bf16_causal_q2_m32n32_w4s1c2_unaligned",
-        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
         index=4,
@@ -73,7 +73,7 @@ ATTENTION_ROWS = (
         max_query_len=2,
         decode="decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2",
         prefill=None,
-        reason="at most 2 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
+        reason="at most 2 query rows a sequence: decode alone; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
         index=5,
@@ -86,7 +86,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2",
         prefill="prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w4s2c1_m168",
-        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
         index=6,
@@ -99,7 +99,7 @@ ATTENTION_ROWS = (
         max_query_len=2,
         decode="decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n16_w4s1c2_unaligned",
         prefill=None,
-        reason="at most 2 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
+        reason="at most 2 query rows a sequence: decode alone; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
         index=7,
@@ -112,7 +112,7 @@ ATTENTION_ROWS = (
         max_query_len=64,
         decode="decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n16_w4s1c2_unaligned",
         prefill="prefill_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m32n16_w4s1c2_unaligned",
-        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: batch_invariant leaves nothing to choose by the batch",
     ),
 )
 
