@@ -118,9 +118,11 @@ def _compile(job: CompileJob, folder: Path) -> Binary | Refused:
     data = compiled.asm["cubin" if nvidia else "hsaco"]
     if nvidia:
         _check_parameters(job, compiled.asm["ptx"])
-        if wrong := wrong_descriptors(resources.machine_code(data)):
+        # Only these products have descriptors, and disassembling takes most of a second.
+        listing = resources.machine_code(data) if "wgmma" in compiled.asm["ptx"] else None
+        if listing and (wrong := wrong_descriptors(listing)):
             return Refused(f"ptxas lost what a matrix product is to read: {wrong[0]}")
-        usage = resources.read_cubin(data, metadata.name)
+        usage = resources.read_cubin(data, metadata.name, listing)
     else:
         usage = resources.read_hsaco(data, metadata.name, compiled.asm["amdgcn"])
     block = {

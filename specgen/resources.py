@@ -74,21 +74,16 @@ class Usage:
     scalar_spills: int = 0
 
 
-def read_cubin(data: bytes, function: str) -> Usage:
-    """Usage of `function` in an NVIDIA binary. BuildError if the tools cannot read it."""
-    with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(data)
-        listing = _cuobjdump("-res-usage", path)
-        found = re.search(
-            rf"Function {re.escape(function)}:\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", listing
-        )
-        if not found:
-            raise BuildError(f"cuobjdump -res-usage does not list {function}: {listing.strip()[:200]!r}")
-        registers, stack, local = map(int, found.groups())
-        if stack + local == 0:  # nothing can be spilled, and disassembling takes most of a second
-            return Usage(registers, 0, 0, 0)
-        instructions = loops.parse_sass(_cuobjdump("-sass", path))
+def read_cubin(data: bytes, function: str, listing: str | None = None) -> Usage:
+    """Usage of `function` in an NVIDIA binary, with its `machine_code` if that is known. BuildError if the tools cannot read it."""
+    printed = _printed("-res-usage", data)
+    found = re.search(rf"Function {re.escape(function)}:\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", printed)
+    if not found:
+        raise BuildError(f"cuobjdump -res-usage does not list {function}: {printed.strip()[:200]!r}")
+    registers, stack, local = map(int, found.groups())
+    if stack + local == 0:  # nothing can be spilled, and disassembling takes most of a second
+        return Usage(registers, 0, 0, 0)
+    instructions = loops.parse_sass(machine_code(data) if listing is None else listing)
     if not instructions:
         raise BuildError(f"cuobjdump -sass lists no instructions of {function}")
     return Usage(
@@ -101,10 +96,7 @@ def read_cubin(data: bytes, function: str) -> Usage:
 
 def machine_code(data: bytes) -> str:
     """The listing of an NVIDIA binary's instructions. BuildError if the tools cannot read it."""
-    with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(data)
-        return _cuobjdump("-sass", path)
+    return _printed("-sass", data)
 
 
 def read_hsaco(data: bytes, function: str, listing: str) -> Usage:
@@ -182,17 +174,21 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _cuobjdump(option: str, path: Path) -> str:
-    # It calls nvdisasm, which lies beside it: its own folder must be on PATH.
+def _printed(option: str, data: bytes) -> str:
+    """What cuobjdump prints of a binary."""
     tool = nvidia_tool("cuobjdump")
-    done = subprocess.run(
-        [tool, option, path.name],
-        cwd=path.parent,
-        env={"PATH": f"{tool.parent}:/usr/bin:/bin", "TMPDIR": str(path.parent)},
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+    with tempfile.TemporaryDirectory(prefix="specgen-") as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(data)
+        # It calls nvdisasm, which lies beside it: its own folder must be on PATH.
+        done = subprocess.run(
+            [tool, option, path.name],
+            cwd=folder,
+            env={"PATH": f"{tool.parent}:/usr/bin:/bin", "TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
     if done.returncode:
         raise BuildError(f"cuobjdump {option} failed: {(done.stderr or done.stdout).strip()[:200]}")
     return done.stdout
