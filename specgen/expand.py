@@ -251,8 +251,8 @@ class _Site:
     def untuned(self, role: str, aligned: bool, max_query_len: int) -> Variant:
         """What takes a role without measurements: the family written for this architecture, where it can, else the plain one.
 
-        Of the geometries measured on an H200 (tuning/data) the former takes 0.5 to 0.95 of the latter's time, but for prompts of
-        up to 256 tokens.
+        Over the batches measured on an H200 (tuning/data; the best of each kind) the former takes 0.72 to 0.76 of the latter's time
+        in the median, and up to 1.6 of it for prompts or caches of a few hundred tokens.
         """
         for family in (family for family in GLUON_FAMILIES if ROLES[family] == role):
             variant, _ = self._first(family, aligned, max_query_len)

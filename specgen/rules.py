@@ -103,6 +103,15 @@ def _grain(variant: Variant) -> int:
     return variant.keys_box if variant.family == "decode_ws" else variant.config.tile_n
 
 
+def _copies_and_registers(variant: Variant) -> tuple[tuple[bool, str], ...]:
+    """(is met, what a Gluon kernel says) of options that these families share."""
+    fetch = variant.tunable("fetch", 128)
+    return (
+        (fetch in (128, 256), f"lets L2 fetch 128 or 256 bytes, not {fetch}"),
+        (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
+    )
+
+
 def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
     """Why decode_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
     g, c, shape = variant.geometry, variant.config, decode_ws.Shape(variant)
@@ -132,8 +141,7 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
             f"needs row blocks of a multiple of {decode_ws.MATRIX_ROWS}, not {c.block_m}",
         ),
         (c.num_warps == warps, f"needs {warps} warps here, not {c.num_warps}"),
-        (variant.tunable("fetch", 128) in (128, 256), f"lets L2 fetch 128 or 256 bytes, not {variant.tunable('fetch', 128)}"),
-        (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
+        *_copies_and_registers(variant),
     )
     return next((f"decode_ws {reason}" for is_met, reason in needs if not is_met), None)
 
@@ -155,8 +163,7 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
         (c.tile_n in (64, 128), f"needs tiles of 64 or 128 keys, not {c.tile_n}"),
         (c.num_warps == prefill_ws.CONSUMER_WARPS, f"needs {prefill_ws.CONSUMER_WARPS} warps a consumer, not {c.num_warps}"),
         (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
-        (variant.tunable("fetch", 128) in (128, 256), f"lets L2 fetch 128 or 256 bytes, not {variant.tunable('fetch', 128)}"),
-        (variant.tunable("maxnreg", 0) > 0, "needs option maxnreg: the registers that warps share"),
+        *_copies_and_registers(variant),
     )
     return next((f"prefill_ws {reason}" for is_met, reason in needs if not is_met), None)
 

@@ -91,7 +91,8 @@ def make_bundles(
     """Compile the candidates of a spec, one bundle for each architecture, in `build_dir`/<spec>/tuning/<arch>.
 
     A candidate that does not compile or is over a budget is in the bundle with that status; one that a multiprocessor does not
-    hold as often as it asks for is left out. SpecError for mistakes in the spec, SpecgenError where nothing is left to try or the spec is batch-invariant.
+    hold as often as it asks for is left out. SpecError for mistakes in the spec, SpecgenError where nothing is left
+    to try or the spec is batch-invariant.
     """
     loaded = load(path)
     pipeline.refuse_illegal(loaded)

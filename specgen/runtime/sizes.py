@@ -125,7 +125,8 @@ def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> Workspa
     """Scratch that serves every given variant on a device: the elementwise maximum over its decode variants.
 
     `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m`, `v_dim`, of batch-invariant ones that and
-    `kv_heads`, and of decode_ws `query_heads`, `kv_heads`, `max_query_len` and `options`; families of another role need none but the tickets. No array is empty, so that each has an address.
+    `kv_heads`, and of decode_ws `query_heads`, `kv_heads`, `max_query_len` and `options`; families of another role need none but the
+    tickets. No array is empty, so that each has an address.
     """
     size = WorkspaceSize(1, 1, 1, TICKETS)
     for variant in variants:
