@@ -123,6 +123,12 @@ static int read_pointer(const kernel_t *kernel, PyObject *value, void **pointer,
     return 0;
 }
 
+/* Queues the kernel; the driver's error code. */
+static int start(const kernel_t *kernel, unsigned grid, void *stream, void **parameters) {
+    return kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream,
+                          parameters, NULL);
+}
+
 static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     const kernel_t *kernel = PyCapsule_GetPointer(self, CAPSULE);
     slot_t slots[MAX_ARGUMENTS];
@@ -185,8 +191,7 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t n
         if (code == 0) {
             stage = STAGE_LAUNCH;
             Py_BEGIN_ALLOW_THREADS; /* a full queue blocks the launch */
-            code = kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes,
-                                  stream, parameters, NULL);
+            code = start(kernel, grid, stream, parameters);
             Py_END_ALLOW_THREADS;
         }
         if (switched) {
