@@ -1,7 +1,8 @@
-/* Launches a loaded kernel through the CUDA or HIP driver (and reads the tensors of a call, _read.h): `bind` packs what never changes (function, block,
+/* Launches a loaded kernel through the CUDA or HIP driver: `bind` packs what never changes (function, block,
    shared memory, argument kinds) once and returns a builtin function, called as kernel(grid, stream, *args).
    Parameters are arguments, zeros, or tensor maps, which the CUDA driver encodes from arguments; maps are
-   kept by what they are made of, so that a steady state encodes none.
+   kept by what they are made of, so that a steady state encodes none. `reader` gives what reads, checks and launches a
+   whole attention call (_read.h, _routes.h).
 
    Touches no driver library itself: driver.py opens it and passes the addresses of its functions, so that
    this file needs neither CUDA or HIP headers, nor torch, nor dlopen, and one build serves every CPython from
@@ -13,7 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "_read.h"
+#include "_routes.h"
 #include "_tensor_maps.h"
 
 #define MAX_ARGUMENTS 96  /* of the call */
@@ -32,7 +33,7 @@ typedef int (*set_device_function)(int device);      /* hipSetDevice */
 
 enum stage { STAGE_LAUNCH, STAGE_ENTER, STAGE_LEAVE, STAGE_ENCODE }; /* STAGE_ENCODE + i: map i */
 
-typedef struct {
+struct kernel {
     launch_function launch;
     get_context_function get_context, pop_context; /* CUDA; get_context is NULL for HIP */
     push_context_function push_context;
@@ -50,7 +51,7 @@ typedef struct {
     PyObject *data_ptr;             /* "data_ptr" */
     PyObject *refuse;               /* refuse(position, value) raises; -1 the stream, -2 the grid, -3 the count */
     PyObject *fail;                 /* fail(code, stage, grid, stream) raises */
-} kernel_t;
+};
 
 /* Makes the kernel's own context or device current; *former is what leave() puts back, if *switched. */
 static int enter(const kernel_t *kernel, int *switched, int *former) {
@@ -129,17 +130,58 @@ static int start(const kernel_t *kernel, unsigned grid, void *stream, void **par
                           parameters, NULL);
 }
 
+/* Launches the kernel on its own device with one slot per argument. 0, or -1 with an error set. */
+static int launch_slots(const kernel_t *kernel, unsigned grid, void *stream, const slot_t *slots) {
+    map_t maps[MAX_MAPS];
+    void *parameters[MAX_PARAMETERS];
+    uint64_t zero = 0;
+    Py_ssize_t i;
+    int code, stage, switched, former;
+    PyObject *result;
+
+    for (i = 0; i < kernel->parameter_count; i++) {
+        int from = kernel->parameters[i];
+        parameters[i] = from >= 0 ? (void *)&slots[from] : from == -1 ? (void *)&zero : (void *)&maps[-2 - from];
+    }
+
+    stage = STAGE_ENTER;
+    if ((code = enter(kernel, &switched, &former)) == 0) {
+        for (i = 0; i < kernel->map_count && code == 0; i++) {
+            stage = STAGE_ENCODE + (int)i;
+            code = make_map(kernel->encode, &kernel->makers[i], slots, &maps[i]);
+        }
+        if (code == 0) {
+            stage = STAGE_LAUNCH;
+            Py_BEGIN_ALLOW_THREADS; /* a full queue blocks the launch */
+            code = start(kernel, grid, stream, parameters);
+            Py_END_ALLOW_THREADS;
+        }
+        if (switched) {
+            int left = leave(kernel, former);
+            if (code == 0 && left != 0) {
+                stage = STAGE_LEAVE;
+                code = left;
+            }
+        }
+    }
+    if (code == 0)
+        return 0;
+    result = PyObject_CallFunction(kernel->fail, "iiIK", code, stage, grid, (unsigned long long)(uintptr_t)stream);
+    if (result != NULL) {
+        Py_DecRef(result);
+        PyErr_SetString(PyExc_SystemError, "_launch: fail() returned");
+    }
+    return -1;
+}
+
 static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     const kernel_t *kernel = PyCapsule_GetPointer(self, CAPSULE);
     slot_t slots[MAX_ARGUMENTS];
-    map_t maps[MAX_MAPS];
-    void *parameters[MAX_PARAMETERS];
     void *stream;
-    uint64_t zero = 0;
     long long number;
     Py_ssize_t i;
     unsigned grid;
-    int code, ours, stage, switched, former;
+    int ours;
 
     if (kernel == NULL)
         return NULL;
@@ -177,40 +219,8 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t n
             slots[i].i64 = number;
         }
     }
-    for (i = 0; i < kernel->parameter_count; i++) {
-        int from = kernel->parameters[i];
-        parameters[i] = from >= 0 ? (void *)&slots[from] : from == -1 ? (void *)&zero : (void *)&maps[-2 - from];
-    }
-
-    stage = STAGE_ENTER;
-    if ((code = enter(kernel, &switched, &former)) == 0) {
-        for (i = 0; i < kernel->map_count && code == 0; i++) {
-            stage = STAGE_ENCODE + (int)i;
-            code = make_map(kernel->encode, &kernel->makers[i], slots, &maps[i]);
-        }
-        if (code == 0) {
-            stage = STAGE_LAUNCH;
-            Py_BEGIN_ALLOW_THREADS; /* a full queue blocks the launch */
-            code = start(kernel, grid, stream, parameters);
-            Py_END_ALLOW_THREADS;
-        }
-        if (switched) {
-            int left = leave(kernel, former);
-            if (code == 0 && left != 0) {
-                stage = STAGE_LEAVE;
-                code = left;
-            }
-        }
-    }
-    if (code != 0) {
-        PyObject *result = PyObject_CallFunction(kernel->fail, "iiIK", code, stage, grid,
-                                                 (unsigned long long)(uintptr_t)stream);
-        if (result != NULL) {
-            Py_DecRef(result);
-            PyErr_SetString(PyExc_SystemError, "_launch: fail() returned");
-        }
+    if (launch_slots(kernel, grid, stream, slots) != 0)
         return NULL;
-    }
     Py_IncRef(Py_None);
     return Py_None;
 }
@@ -225,6 +235,14 @@ static void kernel_free(PyObject *capsule) {
     PyMem_Free(kernel->makers);
     PyMem_Free(kernel);
 }
+
+/* The kernel of a callable that bind returned, or NULL. */
+static kernel_t *kernel_of(PyObject *callable) {
+    PyObject *self = PyObject_TypeCheck(callable, &PyCFunction_Type) ? PyCFunction_GetSelf(callable) : NULL;
+    return self != NULL && PyCapsule_IsValid(self, CAPSULE) ? PyCapsule_GetPointer(self, CAPSULE) : NULL;
+}
+
+static Py_ssize_t argument_count(const kernel_t *kernel) { return kernel->count; }
 
 static PyMethodDef kernel_method = {
     "kernel", (PyCFunction)(void (*)(void))kernel_call, METH_FASTCALL,
@@ -335,10 +353,7 @@ static PyMethodDef methods[] = {
      "maps, refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
      "has one of 'p', 'i', 'l' per argument, '-' for one that no parameter needs; `parameters` and `maps` are\n"
      "tuples as tensor_maps.resolve gives them."},
-    {"reader", reader, METH_VARARGS,
-     "reader(exchange, device_type, code, bits, query_heads, kv_heads, qk_dim, v_dim, page_size, hnd, stride_mask,\n"
-     "max_tokens, max_seqs) -> read. `exchange` is torch.Tensor.__dlpack_c_exchange_api__; device type, code and\n"
-     "bits of the data's dtype are DLPack's; the rest says what calls are like."},
+    {"reader", reader, METH_VARARGS, reader_text},
     {NULL, NULL, 0, NULL},
 };
 
