@@ -14,15 +14,16 @@ static kernel_t *kernel_of(PyObject *callable);
 static int launch_slots(const kernel_t *kernel, unsigned grid, void *stream, const slot_t *slots);
 static Py_ssize_t argument_count(const kernel_t *kernel);
 
-enum { PREFILL, DECODE, KERNELS };                    /* in the order of their launches */
-enum { PLAIN = MAX_SEQLEN_K + 1, CALL_ARGUMENTS };    /* of `call`, after those of _read.h */
+enum { PREFILL, DECODE, KERNELS };                 /* in the order of their launches */
+enum { PLAIN = MAX_SEQLEN_K + 1, CALL_ARGUMENTS }; /* of `call`, after those of _read.h */
 enum { SCRATCH = 4, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES }; /* of a launch: arguments._ATTENTION */
 
 typedef struct {
     long long device, low[BOUNDS], high[BOUNDS];
     unsigned long long stream, scratch[SCRATCH]; /* addresses of partial_acc, partial_ml, counters, tickets */
     int aligned;
-    PyObject *kernels[KERNELS]; /* NULL: none */
+    const kernel_t *kernels[KERNELS]; /* NULL: none */
+    PyObject *owners[KERNELS];        /* what keeps a kernel alive, or NULL */
     unsigned grids[KERNELS];
 } route_t;
 
@@ -64,7 +65,7 @@ static PyObject *read_for_python(const call_t *call) {
     return whole;
 }
 
-/* The route of a call, or NULL; -1 with an error set where the stream cannot be read. */
+/* 1 with the route of a call, 0 where none is kept, -1 with an error set where the stream cannot be read. */
 static int find_route(routes_t *kept, const call_t *call, route_t *route) {
     unsigned long long stream;
     PyObject *index, *handle;
@@ -130,12 +131,12 @@ static int launch_route(const route_t *route, const call_t *call) {
     for (i = 0; i < STRIDES; i++)
         (slot++)->i64 = call->strides[i];
     for (i = 0; i < KERNELS; i++) /* other threads may forget the route during a launch */
-        Py_IncRef(route->kernels[i]);
+        Py_IncRef(route->owners[i]);
     for (i = 0; i < KERNELS && code == 0; i++)
         if (route->kernels[i] != NULL)
-            code = launch_slots(kernel_of(route->kernels[i]), route->grids[i], (void *)(uintptr_t)route->stream, slots);
+            code = launch_slots(route->kernels[i], route->grids[i], (void *)(uintptr_t)route->stream, slots);
     for (i = 0; i < KERNELS; i++)
-        Py_DecRef(route->kernels[i]);
+        Py_DecRef(route->owners[i]);
     return code;
 }
 
@@ -186,13 +187,13 @@ static PyObject *keep(PyObject *self, PyObject *args) {
     if (kept->count == MAX_ROUTES)
         return nothing();
     for (i = 0; i < KERNELS; i++) {
-        const kernel_t *kernel = kernel_of(given[i]);
-        if (given[i] != Py_None && (kernel == NULL || argument_count(kernel) != SLOTS))
+        route.kernels[i] = kernel_of(given[i]);
+        route.owners[i] = route.kernels[i] == NULL ? NULL : given[i];
+        if (given[i] != Py_None && (route.kernels[i] == NULL || argument_count(route.kernels[i]) != SLOTS))
             return nothing();
-        route.kernels[i] = kernel == NULL ? NULL : given[i];
     }
     for (i = 0; i < KERNELS; i++)
-        Py_IncRef(route.kernels[i]);
+        Py_IncRef(route.owners[i]);
     kept->routes[kept->count++] = route;
     return nothing();
 }
@@ -200,8 +201,8 @@ static PyObject *keep(PyObject *self, PyObject *args) {
 static void forget_routes(routes_t *kept) {
     while (kept->count > 0) {
         route_t route = kept->routes[--kept->count];
-        Py_DecRef(route.kernels[PREFILL]);
-        Py_DecRef(route.kernels[DECODE]);
+        Py_DecRef(route.owners[PREFILL]);
+        Py_DecRef(route.owners[DECODE]);
     }
 }
 
