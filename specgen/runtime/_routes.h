@@ -65,7 +65,20 @@ static PyObject *read_for_python(const call_t *call) {
     return whole;
 }
 
-/* 1 with the route of a call, 0 where none is kept, -1 with an error set where the stream cannot be read. */
+/* The kernels of a copy of a route are held while it is in use: other threads may make the reader forget it meanwhile. */
+static void hold(const route_t *route) {
+    int i;
+    for (i = 0; i < KERNELS; i++)
+        Py_IncRef(route->owners[i]);
+}
+
+static void let_go(const route_t *route) {
+    int i;
+    for (i = 0; i < KERNELS; i++)
+        Py_DecRef(route->owners[i]);
+}
+
+/* 1 with the route of a call, held; 0 where none is kept; -1 with an error set where the stream cannot be read. */
 static int find_route(routes_t *kept, const call_t *call, route_t *route) {
     unsigned long long stream;
     PyObject *index, *handle;
@@ -90,6 +103,7 @@ static int find_route(routes_t *kept, const call_t *call, route_t *route) {
             ;
         if (k == BOUNDS) {
             *route = *each;
+            hold(route);
             return 1;
         }
     }
@@ -130,13 +144,9 @@ static int launch_route(const route_t *route, const call_t *call) {
     (slot++)->i64 = call->pages;
     for (i = 0; i < STRIDES; i++)
         (slot++)->i64 = call->strides[i];
-    for (i = 0; i < KERNELS; i++) /* other threads may forget the route during a launch */
-        Py_IncRef(route->owners[i]);
     for (i = 0; i < KERNELS && code == 0; i++)
         if (route->kernels[i] != NULL)
             code = launch_slots(route->kernels[i], route->grids[i], (void *)(uintptr_t)route->stream, slots);
-    for (i = 0; i < KERNELS; i++)
-        Py_DecRef(route->owners[i]);
     return code;
 }
 
@@ -161,14 +171,15 @@ static PyObject *call_attention(PyObject *self, PyObject *const *args, Py_ssize_
     if (!found)
         return read_for_python(&call);
     out = args[OUT];
-    if (out != Py_None)
+    if (out == Py_None)
+        out = make_out(kept, args[Q], &call);
+    else
         Py_IncRef(out);
-    else if ((out = make_out(kept, args[Q], &call)) == NULL)
-        return NULL;
-    if (launch_route(&route, &call) != 0) {
+    if (out != NULL && launch_route(&route, &call) != 0) {
         Py_DecRef(out);
-        return NULL;
+        out = NULL;
     }
+    let_go(&route);
     return out;
 }
 
@@ -192,8 +203,7 @@ static PyObject *keep(PyObject *self, PyObject *args) {
         if (given[i] != Py_None && (route.kernels[i] == NULL || argument_count(route.kernels[i]) != SLOTS))
             return nothing();
     }
-    for (i = 0; i < KERNELS; i++)
-        Py_IncRef(route.owners[i]);
+    hold(&route);
     kept->routes[kept->count++] = route;
     return nothing();
 }
@@ -201,8 +211,7 @@ static PyObject *keep(PyObject *self, PyObject *args) {
 static void forget_routes(routes_t *kept) {
     while (kept->count > 0) {
         route_t route = kept->routes[--kept->count];
-        Py_DecRef(route.owners[PREFILL]);
-        Py_DecRef(route.owners[DECODE]);
+        let_go(&route);
     }
 }
 
