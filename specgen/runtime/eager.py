@@ -60,8 +60,8 @@ class Eager:
         read = None
         if self._readers and (checks == "shapes" or checks == "none") and (layer is None or type(layer) is str):
             plain = extras is None and workspace is None and return_lse is False
-            for geometry, call, keep, _ in self._readers.get(layer, ()):
-                read = call(
+            for reader in self._readers.get(layer, ()):
+                read = reader.call(
                     q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, max_seqlen_q, max_seqlen_k, plain
                 )
                 if read is not None:
@@ -77,6 +77,7 @@ class Eager:
         elif type(read) is not tuple:
             return read  # the output: launched
         else:
+            geometry = reader.geometry
             (index, aligned, max_pages, pages), bounds, addresses, strides = read
             bound, seqs, tokens, _ = bounds
             if extras is not None or geometry.extras is not None:
@@ -127,7 +128,7 @@ class Eager:
                 pool.renew_spare()
                 self._forget_routes()
             elif plain and geometry.extras is None:
-                keep(
+                reader.keep(
                     index, stream, aligned, plan.row.box, workspace.addresses,
                     plan.prefill, plan.prefill_grid, plan.decode, plan.decode_grid,
                 )  # fmt: skip
