@@ -154,6 +154,7 @@ class Shape:
             "merge_state_warps": c.num_warps // self.merge_warps,
             "unseen": UNSEEN,
             "itemsize": g.itemsize,
+            "map_parameters": self.variant.map_parameters,
             # Where rows of one item may differ in what they see.
             "causal_rows": causal_rows,
             "edge_rows": edge_rows,
