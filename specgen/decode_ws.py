@@ -139,6 +139,7 @@ class Shape:
             "parts": self.parts,
             "part_keys": self.part_keys,
             "row_warps": self.row_warps,
+            "one_row_block": self.variant.max_query_len * g.group <= c.block_m,
             "attending_threads": c.num_warps * LANES,
             "loader_registers": self.loader_registers,
             "join_rows": self.join_rows,
