@@ -139,6 +139,7 @@ class Shape:
             "parts": self.parts,
             "part_keys": self.part_keys,
             "row_warps": self.row_warps,
+            "one_row_block": self.variant.max_query_len * g.group <= c.block_m,
             "attending_threads": c.num_warps * LANES,
             "loader_registers": self.loader_registers,
             "join_rows": self.join_rows,
@@ -154,6 +155,7 @@ class Shape:
             "merge_state_warps": c.num_warps // self.merge_warps,
             "unseen": UNSEEN,
             "itemsize": g.itemsize,
+            "map_parameters": self.variant.map_parameters,
             # Where rows of one item may differ in what they see.
             "causal_rows": causal_rows,
             "edge_rows": edge_rows,

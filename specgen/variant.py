@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from specgen.dtypes import DTYPES
 from specgen.runtime import sizes
 from specgen.runtime.arguments import ARGUMENTS, ROLES, Argument, arguments
-from specgen.runtime.tensor_maps import TensorMap, parameters
+from specgen.runtime.tensor_maps import MAP_BYTES, TensorMap, parameters
 
 FAMILIES = tuple(ARGUMENTS)
 ATTENTION_FAMILIES = (*ROLES, "varlen")
@@ -295,6 +295,11 @@ class Variant:
     def parameter_bytes(self) -> tuple[int, ...]:
         """Bytes of each parameter of the compiled kernel, in the order in which the launcher passes them."""
         return tuple(size for _, size in parameters(self.arguments, self.tensor_maps))
+
+    @property
+    def map_parameters(self) -> list[str]:
+        """Names of the tensor maps among the compiled kernel's parameters, in PTX."""
+        return [f"{self.symbol}_param_{i}" for i, size in enumerate(self.parameter_bytes) if size == MAP_BYTES]
 
     @property
     def divisibility(self) -> tuple[tuple[int, int], ...]:

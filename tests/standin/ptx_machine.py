@@ -761,6 +761,9 @@ class _Parser:
 
         return copy
 
+    def _op_prefetch(self, s, o):
+        return lambda block, unit: None
+
     # matrix products
 
     def _op_mma(self, s, o):

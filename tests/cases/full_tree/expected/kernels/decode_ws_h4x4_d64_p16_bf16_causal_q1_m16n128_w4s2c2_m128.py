@@ -77,14 +77,34 @@ MERGED: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 2, 16], [4, 
 
 
 @gluon.jit
+def _prefetch_maps():
+    # Gluon does not say where a tensor map is; the assembler knows the kernel's parameters by name.
+    gl.inline_asm_elementwise(
+        "prefetch.param.tensormap [decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128_param_0]; prefetch.param.tensormap [decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128_param_9]; mov.u32 $0, $1;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 
 
 @gluon.jit
+def _quotient(a, b):
+    # Of numbers that are not negative: without signs a division takes a third less code, which is fetched cold.
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+
+
+@gluon.jit
 def _keys(kv_lens, max_pages):
-    table_keys = max_pages.to(gl.int64) * PAGE_SIZE
-    return gl.maximum(gl.minimum(kv_lens.to(gl.int64), table_keys), 0).to(gl.int32)
+    # Of so many pages that 32 bits do not count their keys, as many as they do.
+    table_keys = gl.minimum(max_pages, 0x7FFFFFFF // PAGE_SIZE) * PAGE_SIZE
+    return gl.maximum(gl.minimum(kv_lens, table_keys), 0)
 
 
 @gluon.jit
@@ -98,7 +118,7 @@ def _item(query_len, kv_len):
 @gluon.jit
 def _items(query_len):
     decodes = (query_len >= 1) & (query_len <= MAX_QUERY_LEN)
-    return gl.where(decodes, gl.cdiv(query_len * GROUP, BLOCK_M) * HEAD_GROUPS, 0)
+    return gl.where(decodes, HEAD_GROUPS, 0)
 
 
 @gluon.jit
@@ -128,9 +148,9 @@ def _next_decode(seq, lengths):
 @gluon.jit
 def _aligned(share, shortest, longest):
     # Where all items are alike, a share that is a part or a multiple of one, if hardly larger, leaves less to merge.
-    parts = longest // share
-    part = longest // gl.maximum(parts, 1)
-    larger = gl.where(parts > 0, part, gl.cdiv(share, longest) * longest)
+    parts = _quotient(longest, share)
+    part = _quotient(longest, gl.maximum(parts, 1))
+    larger = gl.where(parts > 0, part, _quotient(share + longest - 1, longest) * longest)
     fits = (longest == shortest) & (part * parts == gl.where(parts > 0, longest, 0))
     return gl.where(fits & (larger <= share + share // SHARE_SLACK), larger, share)
 
@@ -150,7 +170,8 @@ def _plan(num_seqs, lengths):
     shortest = gl.min(gl.where(items > 0, item_units, 0x7FFFFFFF), 0)
     seq_ends = gl.associative_scan(item_units * items, 0, _add)
     total = gl.max(seq_ends, 0)
-    share = gl.maximum(gl.cdiv(total, gl.num_programs(0)), MIN_SHARE)
+    programs = gl.num_programs(0)
+    share = gl.maximum(_quotient(total + programs - 1, programs), MIN_SHARE)
     share = _aligned(share, shortest, longest)
     start, _ = _bounds(share, total)
     before = seq_ends <= start
@@ -201,7 +222,7 @@ def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
         seq, _, query_len, kv_len = _next_decode(seq, lengths)
         _, first_unit, item_units = _item(query_len, kv_len)
         items = _items(query_len)
-        item = (start - seq_start) // item_units
+        item = _quotient(start - seq_start, item_units)
         item_unit = start - seq_start - item * item_units
         # A group of units, at most one a lane: within one item and the share.
         unit = start
@@ -229,29 +250,32 @@ def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
             first_key = (first_unit + item_unit) * UNIT
             pages = _page_ids(table, seq, first_key, units, kv_len)
 
-            for first in range(0, group_units, UNITS_PER_TILE):
+            # Unit after unit, not tile after tile, which the compiler would unroll: the first copies wait for their code, and the
+            # fewer bytes it has the sooner they begin.
+            for i in range(0, gl.cdiv(group_units, UNITS_PER_TILE) * UNITS_PER_TILE):
+                place = i % UNITS_PER_TILE
                 stage = tile % NUM_STAGES
-                mbarrier.wait(empty.index(stage), ((tile // NUM_STAGES) & 1) ^ 1)
                 k_bar = k_full.index(stage)
                 v_bar = v_full.index(stage)
-                mbarrier.expect(k_bar, HEADS * TILE_N * BLOCK_QK * 2)
-                mbarrier.expect(v_bar, HEADS * TILE_N * BLOCK_V * 2)
+                if place == 0:
+                    mbarrier.wait(empty.index(stage), ((tile // NUM_STAGES) & 1) ^ 1)
+                    mbarrier.expect(k_bar, HEADS * TILE_N * BLOCK_QK * 2)
+                    mbarrier.expect(v_bar, HEADS * TILE_N * BLOCK_V * 2)
                 k_pieces = k_tiles.index(stage)._reinterpret(
                     k_map.dtype, [BLOCK_QK // PANEL * UNITS_PER_TILE, 1, HEADS, UNIT, PANEL], BOX
                 )
                 v_pieces = v_tiles.index(stage)._reinterpret(
                     v_map.dtype, [BLOCK_V // PANEL * UNITS_PER_TILE, 1, HEADS, UNIT, PANEL], BOX
                 )
-                for i in gl.static_range(UNITS_PER_TILE):
-                    page = gl.sum(gl.where(lanes == first + i, group_pages, 0), 0)
-                    slot = (group_key + (first + i) * UNIT) % PAGE_SIZE
-                    for panel in gl.static_range(BLOCK_QK // PANEL):
-                        piece = k_pieces.index(panel * UNITS_PER_TILE + i)
-                        tma.async_copy_global_to_shared(k_map, [page, kv_head, slot, panel * PANEL], k_bar, piece)
-                    for panel in gl.static_range(BLOCK_V // PANEL):
-                        piece = v_pieces.index(panel * UNITS_PER_TILE + i)
-                        tma.async_copy_global_to_shared(v_map, [page, kv_head, slot, panel * PANEL], v_bar, piece)
-                tile += 1
+                page = gl.sum(gl.where(lanes == i, group_pages, 0), 0)
+                slot = (group_key + i * UNIT) % PAGE_SIZE
+                for panel in gl.static_range(BLOCK_QK // PANEL):
+                    piece = k_pieces.index(panel * UNITS_PER_TILE + place)
+                    tma.async_copy_global_to_shared(k_map, [page, kv_head, slot, panel * PANEL], k_bar, piece)
+                for panel in gl.static_range(BLOCK_V // PANEL):
+                    piece = v_pieces.index(panel * UNITS_PER_TILE + place)
+                    tma.async_copy_global_to_shared(v_map, [page, kv_head, slot, panel * PANEL], v_bar, piece)
+                tile += (place == UNITS_PER_TILE - 1).to(gl.int32)
 
 
 @gluon.jit
@@ -283,6 +307,13 @@ def _value_keys():
 
 
 @gluon.jit
+def _query_rows(layout: gl.constexpr):
+    # [1, BLOCK_M] rows that can be query rows. Which registers hold the others is known to the compiler: it leaves out what is
+    # computed of them.
+    return (gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout))) < JOIN_ROWS)[None, :]
+
+
+@gluon.jit
 def _where_or_zero(condition, values):
     # values where the condition holds, else 0. Two elements lie in a register: one instruction for both.
     bits = gl.where(condition, -1, 0).to(gl.int16)
@@ -308,7 +339,9 @@ def _attend_tile(acc, row_max, lane_sums, q, tile, first_key, key_end, ring, MAS
     # SCALE_LOG2E is positive, so the maximum may be taken before the scale: one fused multiply-add a score.
     new_max = gl.maximum(row_max, gl.max(scores, 2) * SCALE_LOG2E)  # [PARTS, BLOCK_M]
     weights = gl.exp2(scores * SCALE_LOG2E - new_max[:, :, None])
-    decay = gl.exp2(row_max - new_max)
+    query_rows = _query_rows(SCORES)
+    weights = gl.where(query_rows[:, :, None], weights, 0.0)
+    decay = gl.where(query_rows, gl.exp2(row_max - new_max), 1.0)
     lane_decay = gl.convert_layout(decay, gl.SliceLayout(2, lane_sums.type.layout))
     lane_sums = lane_sums * lane_decay[:, :, None] + _lane_sums(weights)
     acc = acc * decay[:, :, None]
@@ -342,11 +375,10 @@ def _first_rows(x):
 def _join(acc, row_max, lane_sums):
     row_sum = gl.convert_layout(gl.sum(lane_sums, 2), gl.SliceLayout(2, SCORES))
     if JOIN_ROWS < BLOCK_M:
-        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, SCORES)))
-        joins = rows[None, :] < JOIN_ROWS
-        row_max = gl.where(joins, row_max, 0.0)
-        row_sum = gl.where(joins, row_sum, 0.0)
-        acc = gl.where(joins[:, :, None], acc, 0.0)
+        query_rows = _query_rows(SCORES)
+        row_max = gl.where(query_rows, row_max, 0.0)
+        row_sum = gl.where(query_rows, row_sum, 0.0)
+        acc = gl.where(query_rows[:, :, None], acc, 0.0)
     acc = _first_rows(acc)
     row_max = _first_rows(row_max)
     row_sum = _first_rows(row_sum)
@@ -450,7 +482,7 @@ def _attend(queries, lengths, ring, message, outputs, scratch):
         # The item that holds this unit: sequence, row block, key/value heads.
         seq, q_start, query_len, kv_len = _next_decode(seq, lengths)
         left, first_unit, item_units = _item(query_len, kv_len)
-        item = (unit - seq_start) // item_units
+        item = _quotient(unit - seq_start, item_units)
         item_start = seq_start + item * item_units
         kv_head = item % HEAD_GROUPS * HEADS  # the first of them
         first_row = item // HEAD_GROUPS * BLOCK_M
@@ -492,8 +524,8 @@ def _attend(queries, lengths, ring, message, outputs, scratch):
             first_key += TILE_N
 
         acc, row_max, row_sum = _join(acc, row_max, lane_sums)
-        first_program = item_start // share
-        last_program = (item_start + item_units - 1) // share
+        first_program = _quotient(item_start, share)
+        last_program = _quotient(item_start + item_units - 1, share)
         if first_program == last_program:
             _store_rows(acc, row_max, row_sum, first_row, q_start, query_len, kv_head, outputs)
         else:
@@ -563,6 +595,7 @@ def decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128(
     out_stride_token,
     out_stride_head,
 ):
+    _prefetch_maps()
     k_tiles = gl.allocate_shared_memory(k_map.dtype, [NUM_STAGES, HEADS * TILE_N, BLOCK_QK], TILE)
     v_tiles = gl.allocate_shared_memory(v_map.dtype, [NUM_STAGES, HEADS * TILE_N, BLOCK_V], TILE)
     # A tile's keys and its values have arrived; both have been read.
