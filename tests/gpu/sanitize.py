@@ -72,9 +72,13 @@ class Calls:
         return count
 
     def _rows(self, rows) -> list:
-        """Those of this GPU, of those that launch the same on the same heads one."""
-        mine = [row for row in rows if row.arch == self.arch]
-        return list({(row.layer, row.query_heads, row.kv_heads, row.aligned, row.symbols): row for row in mine}.values())
+        """As many of this GPU's as launch every kernel, first those of a decode and a prefill kernel."""
+        found, launched = [], set()
+        for row in sorted((row for row in rows if row.arch == self.arch), key=lambda row: -len(row.symbols)):
+            if not launched.issuperset(row.symbols):
+                found.append(row)
+                launched.update(row.symbols)
+        return found
 
     def _call(self, serving, row, name: str, most: int) -> bool:
         """One call, through `serving` or as attention_varlen (None); False where the row takes fewer query rows."""
