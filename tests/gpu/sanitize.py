@@ -2,8 +2,8 @@
 
     python tests/gpu/sanitize.py [--sanitizer PATH] [--tools memcheck,racecheck] PACKAGE ...
 
-PATH is the program itself (default: compute-sanitizer of $PATH), which the wheel nvidia-cuda-sanitizer-api holds in
-nvidia/cu13/bin. Prints a line for each package and tool: calls, errors, seconds, verdict; then what was found. Exit status 1
+PATH is the program itself (default: compute-sanitizer of $PATH), which the wheel nvidia-cuda-sanitizer-api 13.5.25 holds in
+nvidia/cu13/compute-sanitizer (that of 13.0.85 lacks TreeLauncherSubreaper, and starts nothing). Prints a line for each package and tool: calls, errors, seconds, verdict; then what was found. Exit status 1
 unless all are clean.
 
 A package's calls run in a process of their own, through every kernel that an attention or varlen row of the GPU launches. They
