@@ -78,11 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("packages", nargs="*", metavar="PACKAGE", help="import name, folder or spec of a built package")
     sub.add_argument("--package", action="append", default=[], help="one more of them")
     sub.add_argument("--track", choices=("kernels", "end-to-end"), default="kernels", help="attention calls or decode steps (kernels)")
-    rows = "standard, lengths, shares, steps or random; a glob over the standard rows; or a workload: 'dec b32 k4k'; repeatable"
+    rows = "standard, lengths, shares, steps, random, random-decode or random-prefill; a glob over the standard rows; or a workload: 'dec b32 k4k'; repeatable"
     sub.add_argument("--rows", action="append", default=[], help=rows)
     sub.add_argument("--peers", type=lambda text: tuple(filter(None, text.split(","))), help="their names, by commas (all)")
     sub.add_argument("--rounds", type=_positive, default=20, help="timed rounds of each row (20)")
-    sub.add_argument("--time", type=_positive, dest="seconds", metavar="SECONDS", help="begin no row after so many seconds")
+    sub.add_argument("--time", type=_positive, dest="seconds", metavar="SECONDS", help="shared among the rows: fewer rounds, 5 at least; none begins after it")
     sub.add_argument("--seed", type=int, default=0, help="of the random data (0)")
     sub.add_argument("--layers", type=_positive, default=32, help="of the model that a decode step runs (32)")
     sub.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: render the result of an earlier run")

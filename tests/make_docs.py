@@ -1,9 +1,10 @@
-"""The generated parts of docs/: they come from the rules, the kernel arguments, the schema and the package, so they cannot drift.
+"""The generated parts of docs/: they come from the rules, the kernel arguments, the schema, the package and the measurements, so
+they cannot drift.
 
     python tests/make_docs.py      # rewrites them; then review the difference
 
-combinations.md and functions.md are written whole, in spec.md the quoted lines under each field's heading. tests/test_docs.py
-compares.
+combinations.md and functions.md are written whole, in spec.md the quoted lines under each field's heading, in tuning.md the table
+of prefill alone and with decode. tests/test_docs.py compares.
 """
 
 import ast
@@ -12,6 +13,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 from features import FEATURES, spec_of
 
@@ -23,6 +25,8 @@ from specgen.runtime.arguments import ROLES
 from specgen.runtime.package import Package
 from specgen.spec import json_schema
 from specgen.target import load_targets
+from specgen.tuning.matrix import tabulate
+from specgen.tuning.shipped import shipped
 from specgen.variant import Config, Variant
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -282,10 +286,43 @@ def _wrapped(text: str, width: int = 100) -> list[str]:
     return lines
 
 
+def tuning_page(text: str) -> str:
+    """docs/tuning.md with the table behind the mark, up to the next empty line, replaced by `alone`."""
+    head, mark, rest = text.partition(f"{_GENERATED}\n\n")
+    return head + mark + "\n".join(alone()) + rest[rest.index("\n\n") :]
+
+
+def alone() -> list[str]:
+    """Of each measured geometry, prefill alone against the same prefill with decode, over batches of several sequences."""
+    lines = [_row("heads", "a decode in vain", "prefill alone / with decode, at most"), _row("---", "---:", "---:")]
+    settings: dict[tuple, list] = {}
+    for m in shipped():
+        settings.setdefault((m.setting.gpu.name, m.setting.geometry), []).append(m)
+    for (gpu, of), measurements in settings.items():
+        seqs = {(m.workload, m.bounds): m.seqs for m in measurements}
+        matrix, vain, slower = tabulate(measurements), [], []
+        for workload, row in zip(matrix.workloads, matrix.cells):
+            times = {schedule: cell.time_us for schedule, cell in zip(matrix.schedules, row) if cell}
+            prefills = {s.prefill: time for s, time in times.items() if not s.decode}
+            pairs = [(prefills[s.prefill], time, s) for s, time in times.items() if s.decode and s.prefill in prefills]
+            if workload.bounds.seqs < 2 or not pairs:
+                continue
+            prefill, both, schedule = min(pairs, key=lambda pair: pair[:2])  # the fastest prefill, with its best decode
+            if min(rows for rows, _ in seqs[workload]) > schedule.max_query_len:
+                vain.append(both - prefill)
+            else:
+                slower.append((prefill / both, workload.name))
+        worst, where = max(slower)
+        cells = f"{median(vain):.1f} us ({len(vain)} batches)", f"{worst:.2f} ({where}; {len(slower)} batches)"
+        lines.append(_row(f"{of.query_heads}/{of.kv_heads} of {of.qk_dim}, {gpu}", *cells))
+    return lines
+
+
 def pages() -> dict[str, str]:
     """File name in docs/ -> what it must hold."""
-    spec = (DOCS / "spec.md").read_text(encoding="utf-8")
-    return {"combinations.md": combinations(), "functions.md": functions(), "spec.md": spec_page(spec)}
+    spec, tuning = ((DOCS / file).read_text(encoding="utf-8") for file in ("spec.md", "tuning.md"))
+    whole = {"combinations.md": combinations(), "functions.md": functions()}
+    return whole | {"spec.md": spec_page(spec), "tuning.md": tuning_page(tuning)}
 
 
 if __name__ == "__main__":

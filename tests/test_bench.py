@@ -1,6 +1,8 @@
 """Workloads, batches and timing of the bench: counts by brute force, names, errors, interleaving."""
 
 import itertools
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,21 +11,27 @@ from specgen.bench import timing
 from specgen.bench.batch import PIECE, PIECES, Batch
 from specgen.bench.timing import Samples
 from specgen.bench.workloads import (
+    DECODE_KEYS,
     KINDS,
     LENGTHS,
     MAIN,
     NO_LIMIT,
+    OF_HEADS,
     SHARES,
     STANDARD,
     STEPS,
     Workload,
+    loguniform,
     parse,
     ragged,
+    random_decode,
+    random_prefill,
     random_workloads,
     select,
     standard,
 )
 from specgen.errors import SpecgenError
+from specgen.load import load
 from specgen.runtime import reference
 
 LAYER = {
@@ -118,7 +126,10 @@ def test_a_name_says_the_lengths(name, seqs):
         ("dec b0 k4k", "a number is 0"),
         ("dec b2 k0", "a number is 0"),
         ("spec b2 q0 k4", "a number is 0"),
-        ("dec b2 k4k s1", "a seed is for ragged lengths"),
+        ("dec b2 k4k s1", "a seed is for ragged and loguniform lengths"),
+        ("chunk q2 of 4 s1", "a seed is for ragged and loguniform lengths"),
+        ("chunk b2 ragged q2 of 4", "form such as 'chunk q2k of 16k'"),
+        ("chunk b2 loguniform q20 of 10 s1", "20 query rows of 10 keys"),
         ("chunk q20 of 10", "20 query rows of 10 keys"),
         ("mixed pre b1 2k", "mixed needs several parts"),
         ("mixed pre b1 2k + b32 k4k", "begins with one of"),
@@ -136,6 +147,46 @@ def test_ragged_lengths_are_the_same_everywhere():
     assert min(drawn) >= 16 and max(drawn) <= 1600 and 95 < sorted(drawn)[2000] < 105
     prefill = parse("pre b8 ragged 300 s5")
     assert [rows for rows, _ in prefill.seqs] == [keys for _, keys in prefill.seqs] == list(ragged(8, 300, 5))
+
+
+def test_log_uniform_lengths_are_the_same_everywhere():
+    assert loguniform(5, 1 << 17) == loguniform(5, 1 << 17, 0) == (20957, 7565, 141, 21, 413)
+    drawn = sorted(loguniform(4000, 1 << 16, 1))
+    assert drawn[0] == 1 and drawn[-1] <= 1 << 16 and 200 < drawn[2000] < 330
+    assert max(loguniform(1000, 1)) == 1
+    assert parse("dec b3 loguniform k64k s9").seqs == tuple((1, keys) for keys in loguniform(3, 1 << 16, 9))
+    assert parse("spec b9 loguniform q4 k9 s9").seqs == tuple((min(4, n), n) for n in loguniform(9, 9, 9))
+
+
+def test_log_uniform_chunks():
+    chunks = parse("chunk b900 loguniform q8 of 40 s3").seqs
+    assert chunks == parse("chunk b900 loguniform q8 of 40 s3").seqs
+    assert chunks != parse("chunk b900 loguniform q8 of 40 s4").seqs
+    assert {rows for rows, _ in chunks} == set(range(1, 9))
+    prefixes = [keys - rows for rows, keys in chunks]
+    assert min(prefixes) == 0 and max(prefixes) == 32 and 400 < prefixes.count(0) < 500
+    assert parse("chunk b9 loguniform q8 of 8").seqs == tuple(
+        (n, n) for n, _ in parse("chunk b9 loguniform q8 of 8").seqs
+    )
+    scaled = parse("chunk b60 loguniform q8k of 8k")
+    assert 16300 < scaled.tokens <= 16384 and min(rows for rows, _ in scaled.seqs) == 1
+    assert parse("chunk b20000 loguniform q8k of 8k").tokens == 20000, "a row each, and no less"
+
+
+def test_random_lists_are_what_the_issues_ask_for():
+    decode, prefill = random_decode(), random_prefill()
+    assert [len(w.seqs) for w in decode] == [n for n in (1, 3, 17, 256, 1000) for _ in range(8)]
+    assert len({w.name for w in (*decode, *prefill)}) == 80
+    assert all(w.query_len == 1 and w.keys <= 131072 for w in decode)
+    assert max(sum(keys for _, keys in w.seqs) for w in decode) <= DECODE_KEYS
+    assert DECODE_KEYS * 8 * (128 + 128) * 2 <= 60e9
+    assert decode[-1].name == "dec b1000 loguniform k128k s39", "no seed was passed over"
+    assert len(prefill) == 40 and {len(w.seqs) for w in prefill} == {1, 3, 8, 23, 64}
+    assert all(w.tokens <= 16384 and w.query_len <= 8192 for w in prefill)
+    assert all(keys - rows <= 32768 for w in prefill for rows, keys in w.seqs)
+    assert all(parse(w.name) == w for w in (*decode, *prefill))
+    limits = {"max_seqs": 1024, "max_seq_len": 131072, "max_tokens": 16384}
+    assert all(w.beyond(limits) is None for w in (*decode, *prefill))
 
 
 def test_lists_hold_distinct_workloads():
@@ -169,6 +220,8 @@ def test_choosing_rows():
     ]
     assert select("dec b3 k77", LLAMA, NO_LIMIT) == (parse("dec b3 k77"),)
     assert {w.kind for w in select("random", LLAMA, NO_LIMIT)} == set(KINDS)
+    assert select("random-decode", LLAMA, NO_LIMIT) == random_decode()
+    assert select("random-prefill", LLAMA, NO_LIMIT) == random_prefill()
     with pytest.raises(SpecgenError, match="no standard row is named so; rows: dec b1 k512, "):
         select("nothing*", LLAMA, NO_LIMIT)
 
@@ -264,6 +317,16 @@ def test_rounds_are_interleaved():
     assert timing.measure({}, rounds=2, timer=FakeTimer()) == {}
 
 
+def test_rounds_end_with_the_time(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(timing.time, "monotonic", lambda: next(clock))
+    counted = [
+        len(timing.measure({"a": lambda: 1}, 20, FakeTimer(), until)["a"].values)
+        for until in (None, -1, 4.5, 99)
+    ]
+    assert counted == [20, timing.LEAST_ROUNDS, 9, 20]
+
+
 def test_statistics():
     samples = Samples(tuple(float(value) for value in (5, 1, 3, 2, 4, 9, 8, 7, 6, 10, 100)))
     assert samples.median == 6 and samples.spread == (2, 10)
@@ -286,3 +349,18 @@ def test_host_time_is_the_median_of_loops():
         lambda: calls.append(1), calls=10, loops=3, clock=lambda: next(clock), wait=lambda: waits.append(1)
     )
     assert found == pytest.approx(2e5) and len(calls) == 30 and len(waits) == 4
+
+
+def test_specs_of_the_gpu_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "gpu")
+    written = import_module("bench_specs").all_specs()
+    loaded = {}
+    for name, text in written.items():
+        (tmp_path / name).write_text(text, "utf-8")
+        loaded[name] = load(tmp_path / name).spec
+    long = loaded["llama_long.yaml"].limits.model_dump()
+    assert all(w.beyond(long) is None for w in (*random_decode(), *random_prefill()))
+    heads = [(e.query_heads, e.kv_heads, e.head_dim.qk) for e in loaded["heads.yaml"].attention]
+    assert heads == list(OF_HEADS)
+    limits = loaded["heads.yaml"].limits.model_dump()
+    assert all(w.beyond(limits) is None for rows in OF_HEADS.values() for w in rows)

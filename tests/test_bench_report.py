@@ -50,6 +50,7 @@ def made_up(workloads=MAIN, layer=LLAMA):
                 "geometry": spell_geometry(layer),
                 "bytes": workload.bytes(layer),
                 "operations": workload.operations(layer),
+                "rounds": 20,
                 "floor_us": round(floor, 3),
                 "times_us": times,
                 "spread_us": {name: [time * 0.99, time * 1.02] for name, time in times.items()},
@@ -94,9 +95,17 @@ def test_tables(result):
         row.startswith("| dec b64 ragged k2k | 168.9 | **190.4** |") and "| - |" in row for row in lines
     )
     ratios = next(row for row in lines if row.startswith("| specgen / fa3 |"))
-    assert ratios.count("(12)") == 1 and ratios.count("(8)") == 1, ratios
+    assert ratios.count("(12)") == 1 and ratios.count("(9)") == 1, ratios
+    head = next(row for row in lines if row.startswith("| ratio of times |"))
+    assert head.count(" rows above 1.00 |") == 2
+    assert (
+        "| specgen / cudnn | 1.020 (10) | 1.028 (dec b128 k2k) | 10 | 1.025 (8) | 1.029 (pre b1 16k) | 8 |"
+        in lines
+    )
+    best = "| specgen / the best of them | 1.001 (12) | 1.028 (dec b128 k2k) | 10 | 1.010 (9) | 1.029 (pre b1 16k) | 8 |"
+    assert best in lines, "fa3 where cudnn is not"
     assert "| specgen / cudnn |" in text and "| specgen / specgen |" not in text
-    assert "| fa3 | FlashAttention-3 | 3.0.0 | 2.1e-03 | 3.0 % | metadata (20) |" in lines
+    assert "| fa3 | FlashAttention-3 | 3.0.0 | 2.1e-03 | 3.0 % | metadata (21) |" in lines
     assert "| dec b1 k512 | 12.2 | 12.2 | 12.2 | 12.2 | 12.2 |" in lines
     assert "- flashinfer: flashinfer is not installed" in lines
     assert "- skipped dec b1 k1m, 32/8: too long" in lines
@@ -107,6 +116,14 @@ def test_tables(result):
     for first, second in zip(lines, lines[1:]):
         if first.startswith("|") and second.startswith("|"):
             assert first.count("|") == second.count("|")
+
+
+def test_a_report_of_fewer_rounds(result):
+    result["rows"][3]["rounds"] = 7
+    assert "torch 2.11.0; 7 to 20 rounds, as the time allowed. Measured" in report.markdown(result)
+    for row in result["rows"]:
+        del row["rounds"]  # as results of before have it
+    assert "torch 2.11.0; 20 rounds. Measured" in report.markdown(result)
 
 
 def test_a_report_of_nothing(result):

@@ -237,6 +237,21 @@ def test_time_budget(monkeypatch, package):
     assert list(result["skipped"].values()) == ["the time budget of 50 s was over"] * 2
 
 
+def test_the_time_is_shared_among_the_rows(monkeypatch, package):
+    package()
+    clock = itertools.count(0, 4)
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+    result = measured(monkeypatch, rows=("dec b1 k4", "dec b1 k5"), peers=(), rounds=30, seconds=100)
+    # The first row's share ends at 4 + 96 / 2 and the second's at 60 + 40 / 1; five rounds look at no clock.
+    assert [row["rounds"] for row in result["rows"]] == [17, 15] and result["skipped"] == {}
+
+
+def test_no_host_time_where_the_gpu_hides_it(monkeypatch):
+    monkeypatch.setattr(contests, "HOSTED_US", 40)
+    outcome = contest(subject(), [Fake("right")], rounds=2, hosted=True, timer=FakeTimer())
+    assert outcome.fields()["times_us"] == {"right": 50.0} and outcome.fields()["host_us"] == {}
+
+
 def test_a_row_that_does_not_fit_is_skipped(monkeypatch, package):
     package()
 

@@ -11,7 +11,7 @@ ROOT = make_docs.DOCS.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(make_docs.DOCS.rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", ["combinations.md", "functions.md", "spec.md"])
+@pytest.mark.parametrize("page", ["combinations.md", "functions.md", "spec.md", "tuning.md"])
 def test_a_page_is_what_its_source_gives(page):
     made = make_docs.pages()[page]
     assert (make_docs.DOCS / page).read_text(encoding="utf-8") == made, "run `python tests/make_docs.py`"

@@ -1,7 +1,7 @@
 """A workload's tensors: random queries, paged caches of shuffled pages, and the error of an output.
 
-Touches only the tensors it allocates. Memory is bounded: caches are drawn in their own dtype, and the
-reference checks at most PIECES pieces of PIECE query rows each, spread evenly over a batch that has more.
+Touches only the tensors it allocates. Memory is bounded: caches are drawn in place, in their own dtype, and
+the reference checks at most PIECES pieces of PIECE query rows each, spread evenly over a batch that has more.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,9 @@ class Batch:
         self.k_cache = self._normal(sum(self.pages), *near, layer["qk_dim"])
         self.v_cache = self._normal(sum(self.pages), *near, layer["v_dim"])
         shuffled = torch.randperm(sum(self.pages), generator=self._generator, device=self.device).int()
-        self.block_table = self._int32([[0] * max(self.pages)] * len(self.pages))
+        self.block_table = torch.zeros(
+            len(self.pages), max(self.pages), dtype=torch.int32, device=self.device
+        )
         for row, of_seq in zip(self.block_table, shuffled.split(self.pages)):
             row[: len(of_seq)] = of_seq
         self.seq_lens = self._int32([keys for _, keys in workload.seqs])

@@ -14,6 +14,7 @@ from specgen.errors import SpecgenError
 from specgen.runtime.reference import tolerance
 
 LOOSE = 4  # times the tolerance of a generated kernel: peers may round more often
+HOSTED_US = 1000  # a call that takes the GPU longer hides the host's time, which is not measured then
 
 
 class DeviceLost(SpecgenError):
@@ -62,11 +63,13 @@ def contest(
     hosted: bool = False,
     ceilings: Mapping[str, Call] | None = None,
     timer: Timer | None = None,
+    until: float | None = None,
 ) -> Outcome:
-    """Measure the contenders on a subject, and the `ceilings` of timing.py in the same rounds.
+    """Measure the contenders on a subject, and the `ceilings` of timing.py in the same rounds, of which there
+    may be fewer after `until`, as `measure` says.
 
     A contender that cannot, or that raises, is noted and the others go on; DeviceLost once the GPU itself
-    fails. `hosted`: also the host's time for a call.
+    fails. `hosted`: also the host's time for a call that takes the GPU less than HOSTED_US.
     """
     outcome, runs, replays = Outcome(), {}, {}
     for peer in contenders:
@@ -87,11 +90,12 @@ def contest(
                 outcome.note(peer.name, way, one_line(error))
                 _check_alive(f"{peer.name} raised {one_line(error)}")
     try:
-        outcome.times = measure(replays | (ceilings or {}), rounds, timer)
+        outcome.times = measure(replays | (ceilings or {}), rounds, timer, until)
         if ceilings:
             outcome.rates = rates({name: outcome.times.pop(name) for name in ceilings})
         if hosted:
-            outcome.host = {entry: host_us(run.call) for entry, run in runs.items()}
+            short = {entry: run for entry, run in runs.items() if outcome.times[entry].median < HOSTED_US}
+            outcome.host = {entry: host_us(run.call) for entry, run in short.items()}
     except Exception as error:
         _check_alive(f"timing raised {one_line(error)}")
         raise

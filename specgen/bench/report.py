@@ -1,6 +1,7 @@
 """A result as Markdown: times for each geometry, ratios, host times, errors, what is missing. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from statistics import geometric_mean
 
 from specgen.bench.results import REST, SUBJECT, contenders, ratio
@@ -35,7 +36,7 @@ def markdown(result: Mapping) -> str:
 
 def _header(result: Mapping) -> list[str]:
     software = ", ".join(f"{name} {version}" for name, version in result["software"].items())
-    lines = [f"`{result['command']}`", "", f"{software}; {result.get('rounds')} rounds."]
+    lines = [f"`{result['command']}`", "", f"{software}; {_rounds(result)}."]
     if "read_GBs" in result:
         rates = {name: f"{result[name]:.0f}" for name in ("read_GBs", "copy_GBs", "matmul_TFLOPs")}
         lines[-1] += (
@@ -49,6 +50,12 @@ def _header(result: Mapping) -> list[str]:
         "Median GPU time in microseconds; the best is bold. `floor` is the larger of bytes / read bandwidth "
         "and operations / matrix rate; `of floor` is floor / specgen.",
     ]
+
+
+def _rounds(result: Mapping) -> str:
+    most = result.get("rounds")
+    fewest = min((row["rounds"] for row in result["rows"] if row.get("rounds")), default=most)
+    return f"{most} rounds" if fewest == most else f"{fewest} to {most} rounds, as the time allowed"
 
 
 def _table(head: list[str], body: Iterable[Iterable[str]], words: int = 1) -> list[str]:
@@ -82,23 +89,28 @@ def _best(times: Mapping[str, float]) -> float:
 
 
 def _ratios(result: Mapping) -> list[str]:
-    def cells(name: str) -> Iterable[str]:
+    others = [name for name in contenders(result) if name not in (SUBJECT, REST)]
+
+    def best(row: Mapping) -> float | None:
+        found = (ratio(row, SUBJECT, name) for name in others)
+        return max((value for value in found if value is not None), default=None)
+
+    def cells(name: str, ratio_of: Callable[[Mapping], float | None]) -> Iterable[str]:
         yield f"{SUBJECT} / {name}"
         for kinds in KINDS.values():
             rows = [row for row in result["rows"] if row["workload"].split()[0] in kinds]
-            found = [
-                (value, row["workload"]) for row in rows if (value := ratio(row, SUBJECT, name)) is not None
-            ]
+            found = [(value, row["workload"]) for row in rows if (value := ratio_of(row)) is not None]
             worst, where = max(found, default=(None, None))
             yield f"{geometric_mean(value for value, _ in found):.3f} ({len(found)})" if found else "-"
             yield f"{worst:.3f} ({where})" if found else "-"
+            yield str(sum(value > 1 for value, _ in found)) if found else "-"
 
-    others = [name for name in contenders(result) if name not in (SUBJECT, REST)]
-    head = [
-        "ratio of times",
-        *(f"{kind}: {what}" for kind in KINDS for what in ("geometric mean (rows)", "worst")),
-    ]
-    return _table(head, map(cells, others))
+    columns = ("geometric mean (rows)", "worst", "rows above 1.00")
+    head = ["ratio of times", *(f"{kind}: {what}" for kind in KINDS for what in columns)]
+    lines = [list(cells(name, partial(ratio, name=SUBJECT, other=name))) for name in others]
+    if len(others) > 1:
+        lines.append(list(cells("the best of them", best)))
+    return _table(head, lines)
 
 
 def _contenders(result: Mapping) -> list[str]:

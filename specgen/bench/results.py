@@ -2,7 +2,7 @@
 
 Top level: device, software, peers (name -> title and version, or the reason why it is not here), command,
 track, rounds, seed, read_GBs, copy_GBs, matmul_TFLOPs, empty_us (the whole run's), rows, skipped (row ->
-reason). A row: workload, geometry (in words), bytes, operations, floor_us, and by contender: times_us
+reason). A row: workload, geometry (in words), rounds, bytes, operations, floor_us, and by contender: times_us
 (medians), spread_us ([p10, p90]), host_us, error (relative L2 to float64), ways (where a contender was
 measured in several: the best is in times_us), notes (why it is missing). Times are as measured: an empty
 graph's replay, empty_us, is in them.
@@ -38,6 +38,11 @@ class Outcome:
         note = f"{way}: {text}" if way else text
         self.notes[name] = f"{self.notes[name]}; {note}" if name in self.notes else note
 
+    @property
+    def rounds(self) -> int:
+        """Rounds that were timed; 0 where no contender was."""
+        return min((len(samples.values) for samples in self.times.values()), default=0)
+
     def fields(self) -> dict:
         """The row's fields by contender."""
         ways: dict[str, dict[str, float]] = {}
@@ -65,6 +70,7 @@ def row(workload: Workload, layer: Mapping, moved: int, operations: int, outcome
     return {
         "workload": workload.name,
         "geometry": spell_geometry(layer),
+        "rounds": outcome.rounds,
         "bytes": moved,
         "operations": operations,
         "floor_us": round(floor, 3),

@@ -32,8 +32,8 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True)
 class Plan:
     """What one run measures. `packages` as `open_package` takes them, `rows` as `workloads.select` (none: the
-    track's), `peers` by name (None: all); `seconds`, after which no further row begins; `layers` of a step's
-    model; `command`, for the record.
+    track's), `peers` by name (None: all); `seconds` that are shared among the rows, after which none begins;
+    `layers` of a step's model; `command`, for the record.
     """
 
     packages: tuple[str, ...]
@@ -126,13 +126,17 @@ def _measure(plan: Plan, groups: list[Group], progress: Progress) -> dict:
         progress(f"without {name}: {reason}")
     head, rows, skipped = _head(plan, groups, peers, reasons), [], {}
     ceilings, timer, begun = timing.ceilings(), timing.GraphTimer(), time.monotonic()
-    for each, workload in [(each, workload) for each in groups for workload in each.workloads]:
-        name = f"{workload.name}, {spell_geometry(each.layer)}"
-        if plan.seconds is not None and time.monotonic() - begun > plan.seconds:
-            skipped[name] = f"the time budget of {plan.seconds:g} s was over"
-            continue
+    pairs = [(each, workload) for each in groups for workload in each.workloads]
+    for place, (each, workload) in enumerate(pairs):
+        name, until = f"{workload.name}, {spell_geometry(each.layer)}", None
+        if plan.seconds is not None:
+            now, end = time.monotonic(), begun + plan.seconds
+            if now > end:
+                skipped[name] = f"the time budget of {plan.seconds:g} s was over"
+                continue
+            until = now + (end - now) / (len(pairs) - place)
         try:
-            rows.append(_row(plan, each, workload, peers, ceilings, timer))
+            rows.append(_row(plan, each, workload, peers, ceilings, timer, until))
             progress(line(rows[-1]))
         except DeviceLost as error:
             skipped[name] = str(error)
@@ -146,8 +150,8 @@ def _measure(plan: Plan, groups: list[Group], progress: Progress) -> dict:
     return head | medians(rows) | {"rows": rows, "skipped": skipped}
 
 
-def _row(plan: Plan, each: Group, workload: Workload, peers: list[Peer], ceilings, timer) -> dict:
-    options = {"rounds": plan.rounds, "ceilings": ceilings, "timer": timer}
+def _row(plan: Plan, each: Group, workload: Workload, peers: list[Peer], ceilings, timer, until) -> dict:
+    options = {"rounds": plan.rounds, "ceilings": ceilings, "timer": timer, "until": until}
     contenders = [*each.packages, *peers]
     if plan.track == "kernels":
         subject = Attention(Batch(workload, each.layer, DEVICE, plan.seed))

@@ -18,6 +18,7 @@ import torch
 FLUSH_BYTES = 384 << 20  # read before each replay: several times the largest L2
 READ_BYTES = 4 << 30  # of the read and the copy bandwidth
 MATRIX = 8192  # side of the product that measures the matrix rate
+LEAST_ROUNDS = 5  # that are timed, however short the time
 WARM_UPS = 3  # calls before a capture: they compile, allocate and load
 EMPTY, READ, COPY, MATMUL = "empty", "read", "copy", "matmul"  # what `ceilings` measures
 
@@ -109,15 +110,20 @@ def _capture_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def measure(calls: Mapping[str, Call], rounds: int = 20, timer: Timer | None = None) -> dict[str, Samples]:
+def measure(
+    calls: Mapping[str, Call], rounds: int = 20, timer: Timer | None = None, until: float | None = None
+) -> dict[str, Samples]:
     """Time the calls (replays, as a rule) in `rounds` interleaved rounds; samples by name.
 
     Each round runs all of them once, in an order of its own (the same in every run), so that none always
-    follows the same other; one round ahead is not counted. `timer` is a GraphTimer by default.
+    follows the same other; one round ahead is not counted. `timer` is a GraphTimer by default. After `until`,
+    a time of time.monotonic, no round begins once LEAST_ROUNDS are counted.
     """
     timer = GraphTimer() if timer is None else timer
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
+        if until is not None and number > LEAST_ROUNDS and time.monotonic() > until:
+            break
         order = list(calls)
         Random(number).shuffle(order)
         for name in order:

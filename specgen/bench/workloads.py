@@ -6,10 +6,12 @@ back:
 
     dec b32 k4k                        32 sequences of one query row over 4096 keys
     dec b64 ragged k2k s1              64 of lognormal lengths: median 2048, sigma 0.8, seed 1 (default 0)
+    dec b17 loguniform k128k s5        17 of lengths log-uniform from 1 to 131072, seed 5
     dec b1 k32k + b15 k512             both together
     spec b16 q4 k4k                    16 sequences of 4 query rows (speculative tokens) over 4096 keys
     pre b8 2k                          8 first prefills of 2048 rows
     chunk q2k of 16k                   the last 2048 rows of a prefill of 16384; of 4: `chunk b4 q2k of 16k`
+    chunk b9 loguniform q8k of 40k s5  9 of rows log-uniform from 1 to 8192, half of them behind a cached prefix
     mixed pre b1 2k + dec b32 k4k      kinds together
 
 k stands for 1024, and a multiple of it is spelled so.
@@ -20,18 +22,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from random import Random
 
 from specgen.errors import SpecgenError
 
 KINDS = ("dec", "spec", "pre", "chunk", "mixed")
 FORMS = {
-    "dec": r"b(?P<seqs>\d+) (?P<ragged>ragged )?k(?P<keys>\d+k?)( s(?P<seed>\d+))?",
-    "spec": r"b(?P<seqs>\d+) (?P<ragged>ragged )?q(?P<rows>\d+k?) k(?P<keys>\d+k?)( s(?P<seed>\d+))?",
-    "pre": r"b(?P<seqs>\d+) (?P<ragged>ragged )?(?P<keys>\d+k?)( s(?P<seed>\d+))?",
-    "chunk": r"(b(?P<seqs>\d+) )?q(?P<rows>\d+k?) of (?P<keys>\d+k?)",
+    "dec": r"b(?P<seqs>\d+) (?P<drawn>(ragged|loguniform) )?k(?P<keys>\d+k?)( s(?P<seed>\d+))?",
+    "spec": r"b(?P<seqs>\d+) (?P<drawn>(ragged|loguniform) )?q(?P<rows>\d+k?) k(?P<keys>\d+k?)( s(?P<seed>\d+))?",
+    "pre": r"b(?P<seqs>\d+) (?P<drawn>(ragged|loguniform) )?(?P<keys>\d+k?)( s(?P<seed>\d+))?",
+    "chunk": r"(b(?P<seqs>\d+) )?(?P<drawn>loguniform )?q(?P<rows>\d+k?) of (?P<keys>\d+k?)( s(?P<seed>\d+))?",
 }
 SIGMA, SHORTEST, LONGEST = 0.8, 16, 16  # ragged lengths: keys at least, and medians at most
+MOST_ROWS = 1 << 14  # query rows of a log-uniform chunk batch, all sequences together
 
 
 @dataclass(frozen=True)
@@ -136,15 +140,18 @@ def _part(text: str, kind: str, part: str) -> list[tuple[int, int]]:
         }
         raise SpecgenError(f"{text!r}: not a workload; needs a form such as '{like[kind]}'")
     found = match.groupdict()
-    seqs, keys = int(found["seqs"] or 1), _length(text, found["keys"])
-    lengths = ragged(seqs, keys, int(found["seed"] or 0)) if found.get("ragged") else (keys,) * seqs
+    seqs, keys, seed = int(found["seqs"] or 1), _length(text, found["keys"]), int(found["seed"] or 0)
     rows = 1 if kind == "dec" else _length(text, found["rows"]) if "rows" in found else None
     if not seqs or not keys or rows == 0:
         raise SpecgenError(f"{text!r}: a number is 0; needs at least 1")
-    if found.get("seed") and not found["ragged"]:
-        raise SpecgenError(f"{text!r}: a seed is for ragged lengths; this batch is uniform")
+    if found["seed"] and not found["drawn"]:
+        raise SpecgenError(f"{text!r}: a seed is for ragged and loguniform lengths; this batch is uniform")
     if rows and rows > keys:
         raise SpecgenError(f"{text!r}: {rows} query rows of {keys} keys; their own keys are among them")
+    if kind == "chunk" and found["drawn"]:
+        return loguniform_chunks(seqs, rows, keys, seed)
+    draw = {"ragged": ragged, "loguniform": loguniform}.get((found["drawn"] or "").strip())
+    lengths = draw(seqs, keys, seed) if draw else (keys,) * seqs
     return [(min(rows or length, length), length) for length in lengths]
 
 
@@ -167,6 +174,36 @@ def ragged(seqs: int, median: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(max(SHORTEST, min(LONGEST * median, length)) for length in drawn)
 
 
+def loguniform(seqs: int, longest: int, seed: int = 0) -> tuple[int, ...]:
+    """Lengths from 1 to `longest`, even on a logarithmic scale; the same for the same seed, on any machine."""
+    random = Random(seed)
+    return tuple(_loguniform(random, longest) for _ in range(seqs))
+
+
+def loguniform_chunks(seqs: int, rows: int, keys: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(query rows, keys) of chunks: rows log-uniform from 1 to `rows`, half of them (a coin is tossed for each)
+    behind a cached prefix, log-uniform from 1 to `keys` - `rows`.
+
+    In a batch of more than MOST_ROWS rows they are scaled down to these; each sequence keeps one at least.
+    """
+    random = Random(seed)
+    drawn = [
+        (
+            _loguniform(random, rows),
+            _loguniform(random, keys - rows) if rows < keys and random.random() < 0.5 else 0,
+        )
+        for _ in range(seqs)
+    ]
+    total, most = sum(count for count, _ in drawn), max(MOST_ROWS, seqs)
+    if total > most:
+        drawn = [(1 + (count - 1) * (most - seqs) // (total - seqs), prefix) for count, prefix in drawn]
+    return [(count, count + prefix) for count, prefix in drawn]
+
+
+def _loguniform(random: Random, longest: int) -> int:
+    return min(longest, int(math.exp(random.uniform(0, math.log(longest + 1)))))
+
+
 def _all(*names: str) -> tuple[Workload, ...]:
     return tuple(parse(name) for name in names)
 
@@ -181,10 +218,10 @@ MAIN = _all(
 OF_HEADS = {
     (32, 32, 128): _all("dec b16 k2k"),
     (32, 1, 128): _all("dec b16 k8k"),
-    (14, 2, 64): _all("dec b32 k2k", "pre b1 4k"),
-    (8, 4, 256): _all("dec b16 k4k", "pre b1 4k"),
+    (14, 2, 64): _all("dec b32 k2k", "pre b1 4k", "pre b8 2k"),
+    (8, 4, 256): _all("dec b16 k4k", "pre b1 4k", "pre b4 2k"),
 }
-STANDARD = (*MAIN, *dict.fromkeys(workload for rows in OF_HEADS.values() for workload in rows))
+STANDARD = tuple(dict.fromkeys((*MAIN, *(workload for rows in OF_HEADS.values() for workload in rows))))
 # Facets: one thing varies. LENGTHS: the keys. SHARES: of 8 sequences, 0, half or all decode, at equal keys.
 LENGTHS = _all(
     *(f"dec b16 k{keys}" for keys in ("512", "1k", "2k", "4k", "8k", "16k", "32k")),
@@ -200,6 +237,9 @@ STEPS = _all(
 )
 NO_LIMIT = {"max_seqs": 256, "max_seq_len": 131072, "max_tokens": 16384}
 MOST_KEYS = 1 << 19  # of a random batch, all sequences together: 2 GiB of cache at 8 kv heads of 128
+# Of the lists random-decode and random-prefill: EACH batches of each of so many sequences.
+EACH, DECODE_SEQS, PREFILL_SEQS = 8, (1, 3, 17, 256, 1000), (1, 3, 8, 23, 64)
+DECODE_KEYS = 60 * 10**9 // 4096  # of a batch, all sequences together: 60 GB at 8 kv heads of 128 in 16 bits
 
 
 def geometry(layer: Mapping) -> dict:
@@ -276,6 +316,35 @@ def _random_part(kind: str, random: Random, limits: Mapping) -> str:
     return f"b{seqs} {unequal}{'k' * (kind == 'dec')}{spell(keys)}{tail}"
 
 
+@cache
+def random_decode() -> tuple[Workload, ...]:
+    """40 decode batches of 1 to 1000 sequences of log-uniform lengths up to 128k, of the seeds 0 and on.
+
+    A seed whose batch has more than DECODE_KEYS keys is passed over: the batch is drawn anew from the next.
+    """
+    found, seed = [], 0
+    for seqs in DECODE_SEQS:
+        of_size = 0
+        while of_size < EACH:
+            workload = parse(f"dec b{seqs} loguniform k128k s{seed}")
+            if sum(keys for _, keys in workload.seqs) <= DECODE_KEYS:
+                found.append(workload)
+                of_size += 1
+            seed += 1
+    return tuple(found)
+
+
+@cache
+def random_prefill() -> tuple[Workload, ...]:
+    """40 batches of 1 to 64 chunks of up to 8k rows behind up to 32k cached keys, at most 16,384 rows a batch."""
+    names = (
+        f"chunk b{seqs} loguniform q8k of 40k s{EACH * i + each}"
+        for i, seqs in enumerate(PREFILL_SEQS)
+        for each in range(EACH)
+    )
+    return _all(*names)
+
+
 def sets(layer: Mapping, limits: Mapping) -> dict[str, tuple[Workload, ...]]:
     """Lists of workloads by the name under which `specgen bench --rows` knows them."""
     drawn = (workload for kind in KINDS for workload in random_workloads(kind, 4, limits))
@@ -285,6 +354,8 @@ def sets(layer: Mapping, limits: Mapping) -> dict[str, tuple[Workload, ...]]:
         "shares": SHARES,
         "steps": STEPS,
         "random": tuple(drawn),
+        "random-decode": random_decode(),
+        "random-prefill": random_prefill(),
     }
 
 

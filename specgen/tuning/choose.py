@@ -25,8 +25,7 @@ from specgen.variant import Geometry
 # A workload counts once as it was measured, and this much for calls that give no bound on keys.
 UNBOUNDED_WEIGHT = 0.25
 # Keys above which several sequences are never left to prefill alone. Bounds do not tell whose cache is the longest: if it is that
-# of a single row, prefill takes up to 6 times as long as decode (qwen2_0_5b, 128 rows of 4096 keys, H200), and decode launched in
-# vain takes 3 us.
+# of a single row, prefill alone takes several times as long, and decode launched in vain little: docs/tuning.md has the table.
 ALONE_KEYS = 2048
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
