@@ -26,6 +26,22 @@
 typedef int (*launch_function)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                                void *stream, void **parameters, void **extra);
+/* CUlaunchConfig, CUlaunchAttribute and cuLaunchKernelEx, of CUDA alone. */
+typedef struct {
+    int id; /* 6: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION */
+    char padding[4];
+    union {
+        int allowed;
+        char whole[64];
+    } value;
+} launch_attribute_t;
+typedef struct {
+    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+    void *stream;
+    launch_attribute_t *attributes;
+    unsigned attribute_count;
+} launch_config_t;
+typedef int (*launch_with_function)(const launch_config_t *config, void *function, void **parameters, void **extra);
 typedef int (*get_context_function)(void **context); /* cuCtxGetCurrent, cuCtxPopCurrent */
 typedef int (*push_context_function)(void *context); /* cuCtxPushCurrent */
 typedef int (*get_device_function)(int *device);     /* hipGetDevice */
@@ -44,9 +60,11 @@ struct kernel {
     void *function;
     unsigned threads, shared_bytes;
     encode_function encode;
+    launch_with_function launch_with; /* NULL: the launch waits for the one before it */
+    uint64_t late;                    /* programs that find no multiprocessor at first */
     Py_ssize_t count, parameter_count, map_count;
     char kinds[MAX_ARGUMENTS];      /* 'p' pointer, 'i' int32, 'l' int64, '-' passed over: no parameter needs it */
-    int parameters[MAX_PARAMETERS]; /* position of an argument, -1 a zero, -2 - i: map i */
+    int parameters[MAX_PARAMETERS]; /* position of an argument, -1 a zero, -2 `late`, -3 - i: map i */
     map_maker_t *makers;            /* [map_count] */
     PyObject *data_ptr;             /* "data_ptr" */
     PyObject *refuse;               /* refuse(position, value) raises; -1 the stream, -2 the grid, -3 the count */
@@ -126,6 +144,11 @@ static int read_pointer(const kernel_t *kernel, PyObject *value, void **pointer,
 
 /* Queues the kernel; the driver's error code. */
 static int start(const kernel_t *kernel, unsigned grid, void *stream, void **parameters) {
+    if (kernel->launch_with != NULL) {
+        launch_attribute_t overlap = {.id = 6, .value.allowed = 1};
+        launch_config_t config = {grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream, &overlap, 1};
+        return kernel->launch_with(&config, kernel->function, parameters, NULL);
+    }
     return kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream,
                           parameters, NULL);
 }
@@ -141,7 +164,10 @@ static int launch_slots(const kernel_t *kernel, unsigned grid, void *stream, con
 
     for (i = 0; i < kernel->parameter_count; i++) {
         int from = kernel->parameters[i];
-        parameters[i] = from >= 0 ? (void *)&slots[from] : from == -1 ? (void *)&zero : (void *)&maps[-2 - from];
+        parameters[i] = from >= 0    ? (void *)&slots[from]
+                        : from == -1 ? (void *)&zero
+                        : from == -2 ? (void *)&kernel->late
+                                     : (void *)&maps[-3 - from];
     }
 
     stage = STAGE_ENTER;
@@ -260,7 +286,7 @@ static int read_parameters(kernel_t *kernel, PyObject *parameters, PyObject *map
         return -1;
     }
     kernel->parameter_count =
-        read_ints(parameters, numbers, MAX_PARAMETERS, -1 - kernel->map_count, kernel->count - 1);
+        read_ints(parameters, numbers, MAX_PARAMETERS, -2 - kernel->map_count, kernel->count - 1);
     if (kernel->parameter_count < 0)
         return -1;
     for (i = 0; i < kernel->parameter_count; i++)
@@ -280,16 +306,17 @@ static int read_parameters(kernel_t *kernel, PyObject *parameters, PyObject *map
 
 static PyObject *bind(PyObject *module, PyObject *args) {
     const char *vendor, *kinds;
-    unsigned long long launch, get, enter, leave, encode, scope, function;
+    unsigned long long launch, get, enter, leave, encode, launch_with, scope, function;
     unsigned threads, shared_bytes;
+    int late;
     Py_ssize_t count, i;
     PyObject *parameters, *maps, *on_refuse, *on_fail, *capsule, *result;
     kernel_t *kernel;
     int cuda;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "sKKKKKKKIIsOOOO", &vendor, &launch, &get, &enter, &leave, &encode, &scope, &function,
-                          &threads, &shared_bytes, &kinds, &parameters, &maps, &on_refuse, &on_fail))
+    if (!PyArg_ParseTuple(args, "sKKKKKKKKIIsOOiOO", &vendor, &launch, &get, &enter, &leave, &encode, &launch_with, &scope,
+                          &function, &threads, &shared_bytes, &kinds, &parameters, &maps, &late, &on_refuse, &on_fail))
         return NULL;
     count = (Py_ssize_t)strlen(kinds);
     if (count > MAX_ARGUMENTS)
@@ -309,6 +336,10 @@ static PyObject *bind(PyObject *module, PyObject *args) {
         return PyErr_NoMemory();
     kernel->launch = (launch_function)address(launch);
     kernel->encode = (encode_function)address(encode);
+    if (late >= 0) {
+        kernel->launch_with = (launch_with_function)address(launch_with);
+        kernel->late = (uint64_t)late;
+    }
     if (cuda) {
         kernel->get_context = (get_context_function)address(get);
         kernel->push_context = (push_context_function)address(enter);
@@ -349,10 +380,10 @@ static PyObject *bind(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(vendor, launch, get, enter, leave, encode, scope, function, threads, shared_bytes, kinds, parameters,\n"
-     "maps, refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
+     "bind(vendor, launch, get, enter, leave, encode, launch_with, scope, function, threads, shared_bytes, kinds,\n"
+     "parameters, maps, late, refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
      "has one of 'p', 'i', 'l' per argument, '-' for one that no parameter needs; `parameters` and `maps` are\n"
-     "tuples as tensor_maps.resolve gives them."},
+     "tuples as tensor_maps.resolve gives them; `late` is launcher.Launch's, -1 for none."},
     {"reader", reader, METH_VARARGS, reader_text},
     {NULL, NULL, 0, NULL},
 };

@@ -14,7 +14,7 @@ static kernel_t *kernel_of(PyObject *callable);
 static int launch_slots(const kernel_t *kernel, unsigned grid, void *stream, const slot_t *slots);
 static Py_ssize_t argument_count(const kernel_t *kernel);
 
-enum { PREFILL, DECODE, KERNELS };                 /* in the order of their launches */
+enum { DECODE, PREFILL, KERNELS };                 /* in the order of their launches */
 enum { PLAIN = MAX_SEQLEN_K + 1, CALL_ARGUMENTS }; /* of `call`, after those of _read.h */
 enum { SCRATCH = 4, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES }; /* of a launch: arguments._ATTENTION */
 
@@ -193,7 +193,7 @@ static PyObject *keep(PyObject *self, PyObject *args) {
         !PyArg_ParseTuple(args, "LKp((LL)(LL)(LL)(LL))(KKKK)OIOI", &route.device, &route.stream, &route.aligned, &route.low[0],
                           &route.high[0], &route.low[1], &route.high[1], &route.low[2], &route.high[2], &route.low[3],
                           &route.high[3], &route.scratch[0], &route.scratch[1], &route.scratch[2], &route.scratch[3],
-                          &given[PREFILL], &route.grids[PREFILL], &given[DECODE], &route.grids[DECODE]))
+                          &given[DECODE], &route.grids[DECODE], &given[PREFILL], &route.grids[PREFILL]))
         return NULL;
     if (kept->count == MAX_ROUTES)
         return nothing();
@@ -244,7 +244,7 @@ static PyMethodDef route_methods[] = {
      "addresses in the order of the tensors, that of an `out` of None 0, strides in the order of a launch); None\n"
      "where an argument is not as the call needs it."},
     {"keep", keep, METH_VARARGS,
-     "keep(device, stream, aligned, box, scratch, prefill, prefill_grid, decode, decode_grid): launch such calls\n"
+     "keep(device, stream, aligned, box, scratch, decode, decode_grid, prefill, prefill_grid): launch such calls\n"
      "from now on. `box` is a table row's, `scratch` a workspace's addresses; kernels are bind's or None, without\n"
      "arguments of features, else nothing is kept."},
     {"forget", forget, METH_NOARGS, "forget(): keep no route any longer."},

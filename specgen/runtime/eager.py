@@ -120,17 +120,17 @@ class Eager:
                 data, scratch = addresses if addresses[6] else (*addresses[:6], out.data_ptr()), workspace.addresses
             lse_or_any, store_lse = (scratch[1], 0) if lse is None else (lse, 1)
             passed = (*data, lse_or_any, *scratch, seqs, max_pages, store_lse, tokens, pages, *strides)
-            if plan.prefill is not None:
-                plan.prefill(plan.prefill_grid, stream, *passed)
             if plan.decode is not None:
                 plan.decode(plan.decode_grid, stream, *passed)
+            if plan.prefill is not None:
+                plan.prefill(plan.prefill_grid, stream, *passed)
             if pool.spare_wanted:  # every call comes by here until one outside a capture has made a spare
                 pool.renew_spare()
                 self._forget_routes()
             elif plain and geometry.extras is None:
                 reader.keep(
                     index, stream, aligned, plan.row.box, workspace.addresses,
-                    plan.prefill, plan.prefill_grid, plan.decode, plan.decode_grid,
+                    plan.decode, plan.decode_grid, plan.prefill, plan.prefill_grid,
                 )  # fmt: skip
         return out if lse is None else (out, lse)
 

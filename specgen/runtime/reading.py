@@ -23,7 +23,7 @@ class Reader(NamedTuple):
     call(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out or None, max_seqlen_q, max_seqlen_k, plain) ->
     None; or the output, launched; or a tuple of what was read: (device index, aligned, max_pages, pages), the call's
     table.Bounds, the addresses of the tensors in that order (0 for no out), and strides as check_attention.
-    keep(device index, stream, aligned, box, scratch, prefill, prefill_grid, decode, decode_grid): what to launch from
+    keep(device index, stream, aligned, box, scratch, decode, decode_grid, prefill, prefill_grid): what to launch from
     now on for a `plain` call on that stream whose bounds the box holds. forget(): nothing any longer.
     """
 
