@@ -171,7 +171,7 @@ def test_what_is_irregular_is_not_read(extension, packages, change):
     reader, *_ = quick._readers[None]
     given = given_of()
     names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "out")
-    rest = None, None, True
+    rest = None, None, None, True
     assert reader.call(*(given[name] for name in names), *rest) is not None
     assert reader.call(*(change(given[name]) if name == "q" else given[name] for name in names), *rest) is None
 

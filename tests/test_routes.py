@@ -13,13 +13,14 @@ import pytest
 import torch
 from fake_package import SPEC, FakeDevice, build, misaligned
 from test_checks import WRONG, put
+from test_extras import WRONG as WRONG_EXTRAS
 from test_reading import CPU, call, given_of
 
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
 from standin_support import built  # noqa: E402, F401
 
 from specgen.runtime import launcher, reading, workspace
-from specgen.runtime.arguments import variant_arguments, variant_call_arguments
+from specgen.runtime.arguments import arguments, variant_arguments, variant_call_arguments
 from specgen.runtime.driver import open_driver
 from specgen.runtime.errors import ArgumentError, DriverError
 from specgen.runtime.package import Package
@@ -64,7 +65,9 @@ def make(built, tmp_path, monkeypatch):  # noqa: F811
 
         def launched(package, given):
             world.standin.reset()
-            world.standin.kinds("l" * 20)  # what decode and prefill take at least
+            # As much as prefill takes, so that a call may launch both; with sinks, at the end, all of decode's.
+            taken = arguments("decode", sinks=True) if "sinks" in given else arguments("prefill")
+            world.standin.kinds("l" * len(taken))
             call(package, given)
             return world.standin.launches
 
@@ -165,11 +168,34 @@ def test_other_calls_are_not_launched_by_a_route(make):
         call(world.routed, given | {"return_lse": 1})
 
 
-def test_features_have_no_route(make):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_go_by_the_route(make, dtype):
     world = make(features={"sinks": True})
-    given = given_of() | {"sinks": torch.zeros(8)}
+    given = given_of() | {"sinks": torch.zeros(8, dtype=dtype), "max_seqlen_q": 2}
     for _ in range(3):
         assert world.launched(world.routed, given) == world.launched(world.plain, given)
+    assert str(given["sinks"].data_ptr()) in world.launched(world.routed, given)[0]["args"].split(",")
+    assert world.selected == 1
+
+
+@pytest.mark.parametrize("case", [case for case in WRONG_EXTRAS if "sinks" in case])
+def test_a_route_excuses_no_mistake_in_sinks(make, case):
+    world = make(features={"sinks": True})
+    given = given_of() | {"sinks": torch.zeros(8)}
+    call(world.routed, given)
+    change, parts = WRONG_EXTRAS[case]
+    with pytest.raises(ArgumentError) as error:
+        call(world.routed, given | change)
+    assert all(part in str(error.value) for part in parts)
+
+
+@pytest.mark.parametrize("features", [{"alibi": True}, {"prefix_ranges": True}, {"sinks": True, "alibi": True}])
+def test_other_features_have_no_route(make, features):
+    world = make(features=features)
+    given = given_of() | ({"sinks": torch.zeros(8)} if "sinks" in features else {}) | {"max_seqlen_q": 2}
+    theirs = given | ({"alibi_slopes": torch.zeros(8)} if "alibi" in features else {})
+    for _ in range(3):
+        assert world.launched(world.routed, theirs) == world.launched(world.plain, theirs)
     assert world.selected == 3
 
 

@@ -83,9 +83,25 @@ def test_maps_are_made_of_the_arguments_of_the_call(bench):
     sent = bench.standin.launches[0]["args"].split(",")
     maps = [first["map"], *["0"] * 6, second["map"], *["0"] * 8, third["map"], *["0"] * 8]
     taken = [argument.name for argument in arguments("prefill_ws")[3:]]
-    given = dict(zip((argument.name for argument in CALL), map(str, call)))
+    given = dict(zip((argument.name for argument in CALL), map(str, call))) | {"late_programs": "0"}
     assert given["seq_lens_ptr"] == "2457"
     assert sent == maps + [given[name] for name in taken] + ["0", "0"]
+
+
+def test_a_launch_that_may_overlap_the_one_before(bench):
+    """The driver is asked for it, and the kernel told how many programs begin late; a driver that cannot launches in order."""
+    for launch_with, called in ((None, "cuLaunchKernelEx"), (0, "cuLaunchKernel")):
+        if launch_with is not None:
+            bench.driver.launch_addresses = bench.driver.launch_addresses._replace(launch_with=launch_with)
+        handle, kernel = bench.bind("prefill_ws", index=1, threads=384, shared_bytes=777, maps=MAPS, late=66)
+        kernel(132, 0xBEEF, *values(seq_lens_ptr=0x999))
+        launch = bench.standin.launches[-1]
+        assert (launch["call"], launch["grid"], launch["block"], launch["shared"]) == (called, "132,1,1", "384,1,1", "777")
+        assert (launch["stream"], launch["extra"], launch["on"]) == ("0xbeef", "0", "1")
+        assert int(launch["function"], 16) == handle
+        names = [argument.name for argument in arguments("prefill_ws")[3:]]
+        assert launch["args"].split(",")[-len(names) - 2 :][names.index("late_programs")] == "66"
+        assert launch["args"].split(",")[-len(names) - 2 :][names.index("seq_lens_ptr")] == "2457"
 
 
 def given_maps(launch: dict) -> list[str]:

@@ -33,9 +33,10 @@ typedef struct {
     void *current_stream;
 } dl_exchange;
 
-enum argument { Q, K_CACHE, V_CACHE, BLOCK_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, TENSORS, MAX_SEQLEN_Q = TENSORS, MAX_SEQLEN_K };
+enum argument { Q, K_CACHE, V_CACHE, BLOCK_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, TENSORS };
+enum other_argument { SINKS = TENSORS, MAX_SEQLEN_Q, MAX_SEQLEN_K, READ_ARGUMENTS };
 enum bound { QUERY_LEN, SEQS, TOKENS, KEYS, BOUNDS }; /* table.Bounds */
-enum { DL_INT = 0, STRIDES = 11 };
+enum { DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, STRIDES = 11 };
 
 /* What a call of one layer and its head counts is like; sizes as in geometry.py. */
 typedef struct {
@@ -43,12 +44,13 @@ typedef struct {
     PyObject *is_grad_enabled, *requires_grad; /* torch's function, the name */
     long long device_type;                     /* DLDeviceType */
     long long code, bits;                      /* of data: DLDataType */
-    long long query_heads, kv_heads, qk_dim, v_dim, page_size, hnd, stride_mask, max_tokens, max_seqs;
+    long long query_heads, kv_heads, qk_dim, v_dim, page_size, hnd, stride_mask, sinks, max_tokens, max_seqs;
 } reader_t;
 
-/* What was read of a call: addresses in the order of its tensors, 0 for no `out`; strides in that of a launch. */
+/* What was read of a call: addresses in the order of its tensors, 0 for no `out`; strides in that of a launch; the address
+   of its sinks, if the layer has them. */
 typedef struct {
-    int64_t device, aligned, max_pages, pages, bounds[BOUNDS], addresses[TENSORS], strides[STRIDES];
+    int64_t device, aligned, max_pages, pages, bounds[BOUNDS], addresses[TENSORS], strides[STRIDES], sinks, sinks_are_f32;
 } call_t;
 
 /* Whether tensor `i` has the rank, dtype, device and last stride of its kind, and memory. */
@@ -100,15 +102,31 @@ static int read_bound(PyObject *given, int64_t none, int64_t *bound) {
     return *bound < 0 ? -1 : 0; /* one beyond 64 bits included, with an error pending */
 }
 
+/* The sinks of a layer that has them, none of another: 1, or 0, maybe with an error pending. */
+static int read_sinks(const reader_t *r, PyObject *sinks, int32_t device, call_t *call) {
+    dl_tensor t;
+    if (!r->sinks || sinks == Py_None)
+        return !r->sinks && sinks == Py_None;
+    if (r->read(sinks, &t) != 0 || t.ndim != 1 || t.shape[0] != r->query_heads || t.strides == NULL || t.strides[0] != 1 ||
+        t.dtype.lanes != 1 || t.device.type != r->device_type || t.device.id != device || t.byte_offset != 0)
+        return 0;
+    call->sinks = (int64_t)(intptr_t)t.data;
+    call->sinks_are_f32 = t.dtype.code == DL_FLOAT && t.dtype.bits == 32;
+    return call->sinks_are_f32 || (t.dtype.code == DL_BFLOAT && t.dtype.bits == 16);
+}
+
 /* Whether autograd would follow the call; -1 with an error pending. */
-static int needs_grad(const reader_t *r, PyObject *const *args, int has_out) {
-    static const int data[] = {Q, K_CACHE, V_CACHE, OUT};
+static int needs_grad(const reader_t *r, PyObject *const *args) {
+    static const int data[] = {Q, K_CACHE, V_CACHE, OUT, SINKS};
+    const int count = sizeof data / sizeof *data;
     PyObject *value = PyObject_CallNoArgs(r->is_grad_enabled);
     int i, found = value == NULL ? -1 : PyObject_IsTrue(value);
     Py_DecRef(value);
     if (found != 1)
         return found;
-    for (i = 0, found = 0; i < 3 + has_out && found == 0; i++) {
+    for (i = 0, found = 0; i < count && found == 0; i++) {
+        if (args[data[i]] == Py_None)
+            continue;
         value = PyObject_GetAttr(args[data[i]], r->requires_grad);
         found = value == NULL ? -1 : PyObject_IsTrue(value);
         Py_DecRef(value);
@@ -128,7 +146,7 @@ static int read_call(const reader_t *r, PyObject *const *args, call_t *call) {
             return 0;
         call->addresses[i] = (int64_t)(intptr_t)t[i].data;
     }
-    if (!have_shapes(r, t, has_out) || needs_grad(r, args, has_out) != 0)
+    if (!have_shapes(r, t, has_out) || !read_sinks(r, args[SINKS], t[Q].device.id, call) || needs_grad(r, args) != 0)
         return 0;
 
     call->strides[0] = t[BLOCK_TABLE].strides[0];

@@ -14,9 +14,15 @@ static kernel_t *kernel_of(PyObject *callable);
 static int launch_slots(const kernel_t *kernel, unsigned grid, void *stream, const slot_t *slots);
 static Py_ssize_t argument_count(const kernel_t *kernel);
 
+<<<<<<< HEAD
 enum { DECODE, PREFILL, KERNELS };                 /* in the order of their launches */
 enum { PLAIN = MAX_SEQLEN_K + 1, CALL_ARGUMENTS }; /* of `call`, after those of _read.h */
 enum { SCRATCH = 4, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES }; /* of a launch: arguments._ATTENTION */
+=======
+enum { PREFILL, DECODE, KERNELS };                 /* in the order of their launches */
+enum { PLAIN = READ_ARGUMENTS, CALL_ARGUMENTS };   /* of `call`, after those of _read.h */
+enum { SCRATCH = 4, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES, SINK_SLOTS = 3 }; /* arguments._ATTENTION, _SINKS */
+>>>>>>> s6_host
 
 typedef struct {
     long long device, low[BOUNDS], high[BOUNDS];
@@ -128,13 +134,14 @@ static PyObject *make_out(const routes_t *kept, PyObject *q, call_t *call) {
 }
 
 /* Launches the kernels of a route. 0, or -1 with an error set. */
-static int launch_route(const route_t *route, const call_t *call) {
-    slot_t slots[SLOTS], *slot = slots;
+static int launch_route(const route_t *route, const call_t *call, int has_sinks) {
+    slot_t slots[SLOTS + SINK_SLOTS], *slot = slots;
+    const int64_t any = (int64_t)route->scratch[1]; /* for a pointer that nobody follows */
     int i, code = 0;
 
     for (i = 0; i < TENSORS; i++)
         (slot++)->i64 = call->addresses[i];
-    (slot++)->i64 = (int64_t)route->scratch[1]; /* lse, which nobody writes: any pointer */
+    (slot++)->i64 = any; /* lse */
     for (i = 0; i < SCRATCH; i++)
         (slot++)->i64 = (int64_t)route->scratch[i];
     (slot++)->i64 = call->bounds[SEQS];
@@ -144,6 +151,11 @@ static int launch_route(const route_t *route, const call_t *call) {
     (slot++)->i64 = call->pages;
     for (i = 0; i < STRIDES; i++)
         (slot++)->i64 = call->strides[i];
+    if (has_sinks) {
+        (slot++)->i64 = call->sinks_are_f32 ? any : call->sinks;
+        (slot++)->i64 = call->sinks_are_f32 ? call->sinks : any;
+        (slot++)->i64 = call->sinks_are_f32;
+    }
     for (i = 0; i < KERNELS && code == 0; i++)
         if (route->kernels[i] != NULL)
             code = launch_slots(route->kernels[i], route->grids[i], (void *)(uintptr_t)route->stream, slots);
@@ -175,7 +187,7 @@ static PyObject *call_attention(PyObject *self, PyObject *const *args, Py_ssize_
         out = make_out(kept, args[Q], &call);
     else
         Py_IncRef(out);
-    if (out != NULL && launch_route(&route, &call) != 0) {
+    if (out != NULL && launch_route(&route, &call, kept->reader.sinks != 0) != 0) {
         Py_DecRef(out);
         out = NULL;
     }
@@ -187,6 +199,7 @@ static PyObject *keep(PyObject *self, PyObject *args) {
     routes_t *kept = PyCapsule_GetPointer(self, ROUTES);
     route_t route;
     PyObject *given[KERNELS];
+    Py_ssize_t slots;
     int i;
 
     if (kept == NULL ||
@@ -197,10 +210,11 @@ static PyObject *keep(PyObject *self, PyObject *args) {
         return NULL;
     if (kept->count == MAX_ROUTES)
         return nothing();
+    slots = kept->reader.sinks ? SLOTS + SINK_SLOTS : SLOTS;
     for (i = 0; i < KERNELS; i++) {
         route.kernels[i] = kernel_of(given[i]);
         route.owners[i] = route.kernels[i] == NULL ? NULL : given[i];
-        if (given[i] != Py_None && (route.kernels[i] == NULL || argument_count(route.kernels[i]) != SLOTS))
+        if (given[i] != Py_None && (route.kernels[i] == NULL || argument_count(route.kernels[i]) != slots))
             return nothing();
     }
     hold(&route);
@@ -238,21 +252,21 @@ static void routes_free(PyObject *capsule) {
 
 static PyMethodDef route_methods[] = {
     {"call", (PyCFunction)(void (*)(void))call_attention, METH_FASTCALL,
-     "call(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, max_seqlen_q, max_seqlen_k, plain) -> the\n"
-     "output, where the call is `plain` (no lse, no feature, no workspace of the caller's), a route is kept for it,\n"
+     "call(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, sinks, max_seqlen_q, max_seqlen_k, plain) -> the\n"
+     "output, where the call is `plain` (no lse, no feature but sinks, no workspace of the caller's), a route is kept for it,\n"
      "and it is launched; else what was read: ((device, aligned, max_pages, pages), (query_len, seqs, tokens, keys),\n"
      "addresses in the order of the tensors, that of an `out` of None 0, strides in the order of a launch); None\n"
      "where an argument is not as the call needs it."},
     {"keep", keep, METH_VARARGS,
      "keep(device, stream, aligned, box, scratch, decode, decode_grid, prefill, prefill_grid): launch such calls\n"
      "from now on. `box` is a table row's, `scratch` a workspace's addresses; kernels are bind's or None, without\n"
-     "arguments of features, else nothing is kept."},
+     "arguments of features but sinks, else nothing is kept."},
     {"forget", forget, METH_NOARGS, "forget(): keep no route any longer."},
 };
 
 static const char reader_text[] =
     "reader(exchange, current_stream, is_grad_enabled, device_type, code, bits, query_heads, kv_heads, qk_dim, v_dim,\n"
-    "page_size, hnd, stride_mask, max_tokens, max_seqs) -> (call, keep, forget), which have docstrings. `exchange` is\n"
+    "page_size, hnd, stride_mask, sinks, max_tokens, max_seqs) -> (call, keep, forget), which have docstrings. `exchange` is\n"
     "torch.Tensor.__dlpack_c_exchange_api__; device type, code and bits of the data's dtype are DLPack's; the rest says\n"
     "what calls are like.";
 
@@ -264,9 +278,9 @@ static PyObject *reader(PyObject *module, PyObject *args) {
     Py_ssize_t i;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOLLLLLLLLLLLL", &exchange, &current_stream, &made.is_grad_enabled, &made.device_type,
+    if (!PyArg_ParseTuple(args, "OOOLLLLLLLLLLLLL", &exchange, &current_stream, &made.is_grad_enabled, &made.device_type,
                           &made.code, &made.bits, &made.query_heads, &made.kv_heads, &made.qk_dim, &made.v_dim,
-                          &made.page_size, &made.hnd, &made.stride_mask, &made.max_tokens, &made.max_seqs))
+                          &made.page_size, &made.hnd, &made.stride_mask, &made.sinks, &made.max_tokens, &made.max_seqs))
         return NULL;
     table = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     if (table == NULL)

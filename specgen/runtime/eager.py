@@ -16,7 +16,7 @@ from . import checks as _checks
 from . import refusals as _refusals
 from . import rotary as _rotary
 from .errors import ArgumentError
-from .extras import check_extras, check_presence, launch_arguments
+from .extras import ABSENT, check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
 from .plans import DevicePlans
 from .reading import Reader, readers
@@ -59,11 +59,13 @@ class Eager:
         """
         read = None
         if self._readers and (checks == "shapes" or checks == "none") and (layer is None or type(layer) is str):
-            plain = extras is None and workspace is None and return_lse is False
+            sinks, slopes, ranges = extras or ABSENT
+            plain = slopes is None and ranges is None and workspace is None and return_lse is False
             for reader in self._readers.get(layer, ()):
                 read = reader.call(
-                    q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, max_seqlen_q, max_seqlen_k, plain
-                )
+                    q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, sinks,
+                    max_seqlen_q, max_seqlen_k, plain,
+                )  # fmt: skip
                 if read is not None:
                     break
         if read is None:
@@ -127,7 +129,7 @@ class Eager:
             if pool.spare_wanted:  # every call comes by here until one outside a capture has made a spare
                 pool.renew_spare()
                 self._forget_routes()
-            elif plain and geometry.extras is None:
+            elif plain and reader.routed:
                 reader.keep(
                     index, stream, aligned, plan.row.box, workspace.addresses,
                     plan.decode, plan.decode_grid, plan.prefill, plan.prefill_grid,

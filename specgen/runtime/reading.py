@@ -20,17 +20,19 @@ _CODES = {torch.float16: 2, torch.float32: 2, torch.bfloat16: 4}  # kDLFloat, kD
 class Reader(NamedTuple):
     """What _routes.h offers for the calls of one geometry.
 
-    call(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out or None, max_seqlen_q, max_seqlen_k, plain) ->
-    None; or the output, launched; or a tuple of what was read: (device index, aligned, max_pages, pages), the call's
+    call(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out or None, sinks or None, max_seqlen_q, max_seqlen_k,
+    plain) -> None; or the output, launched; or a tuple of what was read: (device index, aligned, max_pages, pages), the call's
     table.Bounds, the addresses of the tensors in that order (0 for no out), and strides as check_attention.
     keep(device index, stream, aligned, box, scratch, decode, decode_grid, prefill, prefill_grid): what to launch from
-    now on for a `plain` call on that stream whose bounds the box holds. forget(): nothing any longer.
+    now on for a `plain` call on that stream whose bounds the box holds. forget(): nothing any longer. `routed`:
+    calls of this geometry take no tensor of a feature but sinks; others are never launched here.
     """
 
     geometry: Geometry
     call: Callable[..., torch.Tensor | tuple[tuple[int, ...], ...] | None]
     keep: Callable[..., None]
     forget: Callable[[], None]
+    routed: bool
 
 
 def readers(
@@ -46,7 +48,8 @@ def readers(
     found: dict[str | None, tuple] = {}
     for (layer, *_), geometry in geometries.by_heads.items():
         g, kind = geometry, geometry.dtype
-        sizes = (g.query_heads, g.kv_heads, g.qk_dim, g.v_dim, g.page_size, g.hnd, g.stride_mask)
+        sinks, alibi, prefix_ranges = g.extras or (False, False, False)
+        sizes = (g.query_heads, g.kv_heads, g.qk_dim, g.v_dim, g.page_size, g.hnd, g.stride_mask, sinks)
         try:
             made = extension.reader(
                 exchange, current_stream, torch.is_grad_enabled, device_type, _CODES[kind], 8 * kind.itemsize,
@@ -54,5 +57,5 @@ def readers(
             )  # fmt: skip
         except ValueError:  # another DLPack
             return {}
-        found[layer] = (*found.get(layer, ()), Reader(geometry, *made))
+        found[layer] = (*found.get(layer, ()), Reader(geometry, *made, routed=not (alibi or prefix_ranges)))
     return found
