@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "standin"))
 from standin_support import Bench, built, make_package  # noqa: E402, F401
 
 from specgen.runtime.arguments import arguments, call_arguments  # noqa: E402
-from specgen.runtime.tensor_maps import parameters, resolve, variant_maps  # noqa: E402
+from specgen.runtime.tensor_maps import FIRST_MAP, ZERO, parameters, resolve, variant_maps  # noqa: E402
 
 CACHE = {"dtype": "bfloat16", "box": [1, 16, 1, 64], "swizzle": 128}
 MAPS = (
@@ -198,7 +198,7 @@ def test_parameters_of_a_compiled_kernel():
     maps = variant_maps({"tensor_maps": MAPS})
     found = parameters(arguments("prefill_ws"), maps)
     assert found[:8] == (("q_map", 128), *[(None, 4)] * 3, *[(None, 8)] * 3, ("k_map", 128))
-    assert found[-3:] == (("out_stride_head", 8), (None, 8), (None, 8))
+    assert found[-4:] == (("out_stride_head", 8), ("late_programs", 4), (None, 8), (None, 8))
     positions, resolved = resolve(CALL, arguments("prefill_ws"), maps)
-    assert positions[:8] == (-2, *[-1] * 6, -3) and len(resolved) == 3
+    assert positions[:8] == (FIRST_MAP, *[ZERO] * 6, FIRST_MAP - 1) and len(resolved) == 3
     assert maps[1].triton_type.startswith("tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(")

@@ -14,15 +14,9 @@ static kernel_t *kernel_of(PyObject *callable);
 static int launch_slots(const kernel_t *kernel, unsigned grid, void *stream, const slot_t *slots);
 static Py_ssize_t argument_count(const kernel_t *kernel);
 
-<<<<<<< HEAD
 enum { DECODE, PREFILL, KERNELS };                 /* in the order of their launches */
-enum { PLAIN = MAX_SEQLEN_K + 1, CALL_ARGUMENTS }; /* of `call`, after those of _read.h */
-enum { SCRATCH = 4, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES }; /* of a launch: arguments._ATTENTION */
-=======
-enum { PREFILL, DECODE, KERNELS };                 /* in the order of their launches */
 enum { PLAIN = READ_ARGUMENTS, CALL_ARGUMENTS };   /* of `call`, after those of _read.h */
 enum { SCRATCH = 4, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES, SINK_SLOTS = 3 }; /* arguments._ATTENTION, _SINKS */
->>>>>>> s6_host
 
 typedef struct {
     long long device, low[BOUNDS], high[BOUNDS];
