@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from specgen.errors import BuildError
 from specgen.rules import why_not
-from specgen.runtime.arguments import ROLES
+from specgen.runtime.arguments import LATE_PROGRAMS, ROLES
 from specgen.spec import AttentionSpec, Spec
 from specgen.target import Target
 from specgen.tuning import candidates
@@ -200,7 +200,10 @@ class _Site:
         """The tree over Routes, and the choice behind it."""
         defaults = []
         for bound, launches in _defaults(self.spec):
-            variants = {role: self.untuned(role, aligned, rows) for role, rows in launches}
+            variants: dict[str, Variant] = {}
+            for role, rows in reversed(launches):
+                beside = "prefill" in variants and any(a.name == LATE_PROGRAMS for a in variants["prefill"].arguments)
+                variants[role] = self.untuned(role, aligned, rows, beside)
             chosen = {role: Launch(variant.family, variant.config) for role, variant in variants.items()}
             schedule = Schedule(chosen.get("decode"), chosen.get("prefill"), launches[0][1])
             defaults.append((bound, schedule))
@@ -248,14 +251,15 @@ class _Site:
                 found.append((target, reason))
         return found
 
-    def untuned(self, role: str, aligned: bool, max_query_len: int) -> Variant:
-        """What takes a role without measurements: the family written for this architecture, where it can, else the plain one.
+    def untuned(self, role: str, aligned: bool, max_query_len: int, beside: bool) -> Variant:
+        """What takes a role without measurements: the family written for this architecture, where it can, else the plain one;
+        `beside`: a prefill can run beside it.
 
         Over the batches measured on an H200 (tuning/data; the best of each kind) the former takes 0.72 to 0.76 of the latter's time
         in the median, and up to 1.6 of it for prompts or caches of a few hundred tokens.
         """
         for family in (family for family in GLUON_FAMILIES if ROLES[family] == role):
-            variant, _ = self._first(family, aligned, max_query_len)
+            variant, _ = self._first(family, aligned, max_query_len, beside)
             if variant:
                 return variant
         return self.variant(role, aligned, max_query_len)
@@ -268,10 +272,16 @@ class _Site:
         lines = [f"  {r.symbol}: {r.reason}" for r in refused]
         raise BuildError("\n".join([f"{self.owner}: no {family} configuration fits {self.targets[0].arch}:", *lines]))
 
-    def _first(self, family: str, aligned: bool, max_query_len: int | None) -> tuple[Variant | None, list[Rejection]]:
-        """The first configuration that every GPU here can hold, None if there is none, and the refusals of those before it."""
+    def _first(
+        self, family: str, aligned: bool, max_query_len: int | None, beside: bool = False
+    ) -> tuple[Variant | None, list[Rejection]]:
+        """The first configuration that every GPU here can hold, None if there is none, and the refusals of those before it.
+
+        Those that leave multiprocessors to others are for a decode that a prefill runs `beside`.
+        """
         refused = []
-        for config in candidates(family, self.shape, self.targets[0], aligned, max_query_len):
+        configs = candidates(family, self.shape, self.targets[0], aligned, max_query_len)
+        for config in (config for config in configs if beside or "share" not in dict(config.options)):
             variant = Variant(family, self.shape, config, aligned, self.spec.limits.max_seqs, max_query_len)
             reasons = [Rejection(variant.symbol, target.id, reason) for target, reason in self.refusals(variant)]
             self.rejections.update(dict.fromkeys(reasons))

@@ -116,7 +116,7 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
     """Why decode_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
     g, c, shape = variant.geometry, variant.config, decode_ws.Shape(variant)
     least, unit, warps = decode_ws.MATRIX_KEYS, variant.tunable("unit", 0), shape.parts * shape.row_warps
-    dims = f"{g.qk_dim} and {g.v_dim}"
+    dims, share = f"{g.qk_dim} and {g.v_dim}", variant.tunable("share", 100)
     needs = (
         (target.arch == "sm_90", f"is written for sm_90, {target.id} is {target.arch}"),
         (variant.aligned, "copies pages by TMA, which needs aligned pointers and strides"),
@@ -141,6 +141,7 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
             f"needs row blocks of a multiple of {decode_ws.MATRIX_ROWS}, not {c.block_m}",
         ),
         (c.num_warps == warps, f"needs {warps} warps here, not {c.num_warps}"),
+        (0 < share <= 100, f"takes 1 to 100 percent of the multiprocessors, not {share}"),
         *_copies_and_registers(variant),
     )
     return next((f"decode_ws {reason}" for is_met, reason in needs if not is_met), None)

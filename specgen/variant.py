@@ -16,8 +16,9 @@ BOX_COLUMNS = 64
 # Extent of a dimension of a tensor map that nothing is beyond: coordinates are made from a block table and are in range.
 UNBOUNDED = (1 << 31) - 1
 # Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
-# alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, keys of a box.
-TUNABLES = ("align", "fetch", "heads", "unit")
+# alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, the percentage of the
+# multiprocessors that a launch takes, keys of a box.
+TUNABLES = ("align", "fetch", "heads", "share", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 

@@ -167,6 +167,9 @@ class FakeDevice:
 
         return run
 
+    def beside(self, symbol, late):
+        return self.kernel(symbol)
+
     def serving(self, symbol):
         return symbol
 

@@ -24,7 +24,7 @@ from specgen.render import kernel_source
 from specgen.resources import machine_code
 from specgen.rules import why_not
 from specgen.runtime.arguments import call_arguments
-from specgen.runtime.tensor_maps import resolve
+from specgen.runtime.tensor_maps import FIRST_MAP, LATE, ZERO, resolve
 from specgen.runtime.testing.cases import Batch, Case
 from specgen.runtime.testing.pools import Pool
 from specgen.spec import Limits
@@ -119,10 +119,10 @@ def compiled(tmp_path_factory):
     patch.undo()
 
 
-def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int, store_lse: int = 1, alone: int | None = None):
+def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int, store_lse: int = 1, alone: int | None = None, late=0):
     """(out, lse, pool, machine) after one launch; rows that it does not write hold NaN; caches around the keys hold `fill`.
 
-    `alone`: a sequence, the only one that keeps its rows.
+    `alone`: a sequence, the only one that keeps its rows. `late`: programs that begin late.
     """
     variant, case = run.variant, run.case
     pool = Pool(case, torch.device("cpu"), [batch], layout, min_tokens=1)
@@ -157,7 +157,7 @@ def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int
     given = [address.get(argument.name, numbers.get(argument.name, 0)) for argument in call]
     positions, _ = resolve(call, variant.arguments, variant.tensor_maps)
     made = [TensorMap.of(each, dict(zip((argument.name for argument in call), given))) for each in variant.tensor_maps]
-    params = [given[p] if p >= 0 else 0 if p == -1 else made[-2 - p] for p in positions]
+    params = [given[p] if p >= 0 else {ZERO: 0, LATE: late}.get(p) if p > FIRST_MAP else made[FIRST_MAP - p] for p in positions]
     machine = Machine(ptx, heap, params, PARTITIONS, run.programs, seed)
     machine.run()
     for tensor in (pool.out, lse, tensors["tickets"]):
@@ -178,10 +178,10 @@ def memory(tensor: torch.Tensor) -> np.ndarray:
 
 def check(run: Run, ptx: str, batch: Batch, layout: str) -> None:
     """Right against the reference; the same bits whatever the cache holds around the keys and in whatever order warps run and
-    copies arrive; sequences that are decode's are left alone.
+    copies arrive, and how many programs begin late; sequences that are decode's are left alone.
     """
     out, lse, pool, _ = launch(run, ptx, batch, layout, float("nan"), seed=1)
-    again, lse_again, _, _ = launch(run, ptx, batch, layout, float("inf"), seed=2)
+    again, lse_again, _, _ = launch(run, ptx, batch, layout, float("inf"), seed=2, late=run.programs // 2)
     assert torch.equal(again.nan_to_num(7e4), out.nan_to_num(7e4))
     assert torch.equal(lse_again.nan_to_num(7e4), lse.nan_to_num(7e4))
     rows = [q for q, _ in batch.sequences for _ in range(q)]

@@ -41,7 +41,7 @@ def packages(tmp_path, extension, monkeypatch):
             made[-1].open(torch.device("cpu"))
         quick = made[0]
         monkeypatch.setattr(reading, "load_extension", lambda: (extension, ""))
-        quick._readers = reading.readers(quick.geometries, quick.limits, CPU)
+        quick._readers = reading.readers(quick.geometries, quick.limits, lambda index: 0, CPU)
         quick._devices[0] = quick._devices[torch.device("cpu")]
         return made
 
@@ -168,16 +168,17 @@ def test_errors_are_those_of_the_checks(packages, case):
 )
 def test_what_is_irregular_is_not_read(extension, packages, change):
     quick, _ = packages()
-    ((_, read), *_) = quick._readers[None]
+    reader, *_ = quick._readers[None]
     given = given_of()
     names = ("q", "k_cache", "v_cache", "block_table", "seq_lens", "cu_seqlens_q", "out")
-    assert read(*(given[name] for name in names)) is not None
-    assert read(*(change(given[name]) if name == "q" else given[name] for name in names)) is None
+    rest = None, None, None, True
+    assert reader.call(*(given[name] for name in names), *rest) is not None
+    assert reader.call(*(change(given[name]) if name == "q" else given[name] for name in names), *rest) is None
 
 
 def test_devices_of_another_kind_are_not_read(packages):
     quick, _ = packages()
-    quick._readers = reading.readers(quick.geometries, quick.limits)
+    quick._readers = reading.readers(quick.geometries, quick.limits, lambda index: 0)
     call(quick, given_of())
     assert isinstance(quick.opened[0].launches[0][3]["q_ptr"], torch.Tensor)
 
@@ -185,7 +186,7 @@ def test_devices_of_another_kind_are_not_read(packages):
 def test_without_the_exchange_api_nothing_is_read(packages, monkeypatch):
     quick, _ = packages()
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    assert reading.readers(quick.geometries, quick.limits) == {}
+    assert reading.readers(quick.geometries, quick.limits, lambda index: 0) == {}
 
 
 def test_it_is_quicker(packages):

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent / "standin"))
 from standin_support import Bench, built, make_package  # noqa: E402, F401
 
 from specgen.runtime.arguments import arguments, call_arguments  # noqa: E402
-from specgen.runtime.tensor_maps import parameters, resolve, variant_maps  # noqa: E402
+from specgen.runtime.tensor_maps import FIRST_MAP, ZERO, parameters, resolve, variant_maps  # noqa: E402
 
 CACHE = {"dtype": "bfloat16", "box": [1, 16, 1, 64], "swizzle": 128}
 MAPS = (
@@ -83,9 +83,25 @@ def test_maps_are_made_of_the_arguments_of_the_call(bench):
     sent = bench.standin.launches[0]["args"].split(",")
     maps = [first["map"], *["0"] * 6, second["map"], *["0"] * 8, third["map"], *["0"] * 8]
     taken = [argument.name for argument in arguments("prefill_ws")[3:]]
-    given = dict(zip((argument.name for argument in CALL), map(str, call)))
+    given = dict(zip((argument.name for argument in CALL), map(str, call))) | {"late_programs": "0"}
     assert given["seq_lens_ptr"] == "2457"
     assert sent == maps + [given[name] for name in taken] + ["0", "0"]
+
+
+def test_a_launch_that_may_overlap_the_one_before(bench):
+    """The driver is asked for it, and the kernel told how many programs begin late; a driver that cannot launches in order."""
+    for launch_with, called in ((None, "cuLaunchKernelEx"), (0, "cuLaunchKernel")):
+        if launch_with is not None:
+            bench.driver.launch_addresses = bench.driver.launch_addresses._replace(launch_with=launch_with)
+        handle, kernel = bench.bind("prefill_ws", index=1, threads=384, shared_bytes=777, maps=MAPS, late=66)
+        kernel(132, 0xBEEF, *values(seq_lens_ptr=0x999))
+        launch = bench.standin.launches[-1]
+        assert (launch["call"], launch["grid"], launch["block"], launch["shared"]) == (called, "132,1,1", "384,1,1", "777")
+        assert (launch["stream"], launch["extra"], launch["on"]) == ("0xbeef", "0", "1")
+        assert int(launch["function"], 16) == handle
+        names = [argument.name for argument in arguments("prefill_ws")[3:]]
+        assert launch["args"].split(",")[-len(names) - 2 :][names.index("late_programs")] == "66"
+        assert launch["args"].split(",")[-len(names) - 2 :][names.index("seq_lens_ptr")] == "2457"
 
 
 def given_maps(launch: dict) -> list[str]:
@@ -182,7 +198,7 @@ def test_parameters_of_a_compiled_kernel():
     maps = variant_maps({"tensor_maps": MAPS})
     found = parameters(arguments("prefill_ws"), maps)
     assert found[:8] == (("q_map", 128), *[(None, 4)] * 3, *[(None, 8)] * 3, ("k_map", 128))
-    assert found[-3:] == (("out_stride_head", 8), (None, 8), (None, 8))
+    assert found[-4:] == (("out_stride_head", 8), ("late_programs", 4), (None, 8), (None, 8))
     positions, resolved = resolve(CALL, arguments("prefill_ws"), maps)
-    assert positions[:8] == (-2, *[-1] * 6, -3) and len(resolved) == 3
+    assert positions[:8] == (FIRST_MAP, *[ZERO] * 6, FIRST_MAP - 1) and len(resolved) == 3
     assert maps[1].triton_type.startswith("tensordesc<bf16[1, 16, 1, 64],NVMMASharedLayout(")

@@ -1,7 +1,8 @@
-/* Launches a loaded kernel through the CUDA or HIP driver (and reads the tensors of a call, _read.h): `bind` packs what never changes (function, block,
+/* Launches a loaded kernel through the CUDA or HIP driver: `bind` packs what never changes (function, block,
    shared memory, argument kinds) once and returns a builtin function, called as kernel(grid, stream, *args).
    Parameters are arguments, zeros, or tensor maps, which the CUDA driver encodes from arguments; maps are
-   kept by what they are made of, so that a steady state encodes none.
+   kept by what they are made of, so that a steady state encodes none. `reader` gives what reads, checks and launches a
+   whole attention call (_read.h, _routes.h).
 
    Touches no driver library itself: driver.py opens it and passes the addresses of its functions, so that
    this file needs neither CUDA or HIP headers, nor torch, nor dlopen, and one build serves every CPython from
@@ -13,7 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "_read.h"
+#include "_routes.h"
 #include "_tensor_maps.h"
 
 #define MAX_ARGUMENTS 96  /* of the call */
@@ -25,6 +26,22 @@
 typedef int (*launch_function)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                                void *stream, void **parameters, void **extra);
+/* CUlaunchConfig, CUlaunchAttribute and cuLaunchKernelEx, of CUDA alone. */
+typedef struct {
+    int id; /* 6: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION */
+    char padding[4];
+    union {
+        int allowed;
+        char whole[64];
+    } value;
+} launch_attribute_t;
+typedef struct {
+    unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+    void *stream;
+    launch_attribute_t *attributes;
+    unsigned attribute_count;
+} launch_config_t;
+typedef int (*launch_with_function)(const launch_config_t *config, void *function, void **parameters, void **extra);
 typedef int (*get_context_function)(void **context); /* cuCtxGetCurrent, cuCtxPopCurrent */
 typedef int (*push_context_function)(void *context); /* cuCtxPushCurrent */
 typedef int (*get_device_function)(int *device);     /* hipGetDevice */
@@ -32,7 +49,7 @@ typedef int (*set_device_function)(int device);      /* hipSetDevice */
 
 enum stage { STAGE_LAUNCH, STAGE_ENTER, STAGE_LEAVE, STAGE_ENCODE }; /* STAGE_ENCODE + i: map i */
 
-typedef struct {
+struct kernel {
     launch_function launch;
     get_context_function get_context, pop_context; /* CUDA; get_context is NULL for HIP */
     push_context_function push_context;
@@ -43,14 +60,16 @@ typedef struct {
     void *function;
     unsigned threads, shared_bytes;
     encode_function encode;
+    launch_with_function launch_with; /* NULL: the launch waits for the one before it */
+    uint64_t late;                    /* programs that find no multiprocessor at first */
     Py_ssize_t count, parameter_count, map_count;
     char kinds[MAX_ARGUMENTS];      /* 'p' pointer, 'i' int32, 'l' int64, '-' passed over: no parameter needs it */
-    int parameters[MAX_PARAMETERS]; /* position of an argument, -1 a zero, -2 - i: map i */
+    int parameters[MAX_PARAMETERS]; /* position of an argument, -1 a zero, -2 `late`, -3 - i: map i */
     map_maker_t *makers;            /* [map_count] */
     PyObject *data_ptr;             /* "data_ptr" */
     PyObject *refuse;               /* refuse(position, value) raises; -1 the stream, -2 the grid, -3 the count */
     PyObject *fail;                 /* fail(code, stage, grid, stream) raises */
-} kernel_t;
+};
 
 /* Makes the kernel's own context or device current; *former is what leave() puts back, if *switched. */
 static int enter(const kernel_t *kernel, int *switched, int *former) {
@@ -123,17 +142,72 @@ static int read_pointer(const kernel_t *kernel, PyObject *value, void **pointer,
     return 0;
 }
 
+/* Queues the kernel; the driver's error code. */
+static int start(const kernel_t *kernel, unsigned grid, void *stream, void **parameters) {
+    if (kernel->launch_with != NULL) {
+        launch_attribute_t overlap = {.id = 6, .value.allowed = 1};
+        launch_config_t config = {grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream, &overlap, 1};
+        return kernel->launch_with(&config, kernel->function, parameters, NULL);
+    }
+    return kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes, stream,
+                          parameters, NULL);
+}
+
+/* Launches the kernel on its own device with one slot per argument. 0, or -1 with an error set. */
+static int launch_slots(const kernel_t *kernel, unsigned grid, void *stream, const slot_t *slots) {
+    map_t maps[MAX_MAPS];
+    void *parameters[MAX_PARAMETERS];
+    uint64_t zero = 0;
+    Py_ssize_t i;
+    int code, stage, switched, former;
+    PyObject *result;
+
+    for (i = 0; i < kernel->parameter_count; i++) {
+        int from = kernel->parameters[i];
+        parameters[i] = from >= 0    ? (void *)&slots[from]
+                        : from == -1 ? (void *)&zero
+                        : from == -2 ? (void *)&kernel->late
+                                     : (void *)&maps[-3 - from];
+    }
+
+    stage = STAGE_ENTER;
+    if ((code = enter(kernel, &switched, &former)) == 0) {
+        for (i = 0; i < kernel->map_count && code == 0; i++) {
+            stage = STAGE_ENCODE + (int)i;
+            code = make_map(kernel->encode, &kernel->makers[i], slots, &maps[i]);
+        }
+        if (code == 0) {
+            stage = STAGE_LAUNCH;
+            Py_BEGIN_ALLOW_THREADS; /* a full queue blocks the launch */
+            code = start(kernel, grid, stream, parameters);
+            Py_END_ALLOW_THREADS;
+        }
+        if (switched) {
+            int left = leave(kernel, former);
+            if (code == 0 && left != 0) {
+                stage = STAGE_LEAVE;
+                code = left;
+            }
+        }
+    }
+    if (code == 0)
+        return 0;
+    result = PyObject_CallFunction(kernel->fail, "iiIK", code, stage, grid, (unsigned long long)(uintptr_t)stream);
+    if (result != NULL) {
+        Py_DecRef(result);
+        PyErr_SetString(PyExc_SystemError, "_launch: fail() returned");
+    }
+    return -1;
+}
+
 static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     const kernel_t *kernel = PyCapsule_GetPointer(self, CAPSULE);
     slot_t slots[MAX_ARGUMENTS];
-    map_t maps[MAX_MAPS];
-    void *parameters[MAX_PARAMETERS];
     void *stream;
-    uint64_t zero = 0;
     long long number;
     Py_ssize_t i;
     unsigned grid;
-    int code, ours, stage, switched, former;
+    int ours;
 
     if (kernel == NULL)
         return NULL;
@@ -171,41 +245,8 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, Py_ssize_t n
             slots[i].i64 = number;
         }
     }
-    for (i = 0; i < kernel->parameter_count; i++) {
-        int from = kernel->parameters[i];
-        parameters[i] = from >= 0 ? (void *)&slots[from] : from == -1 ? (void *)&zero : (void *)&maps[-2 - from];
-    }
-
-    stage = STAGE_ENTER;
-    if ((code = enter(kernel, &switched, &former)) == 0) {
-        for (i = 0; i < kernel->map_count && code == 0; i++) {
-            stage = STAGE_ENCODE + (int)i;
-            code = make_map(kernel->encode, &kernel->makers[i], slots, &maps[i]);
-        }
-        if (code == 0) {
-            stage = STAGE_LAUNCH;
-            Py_BEGIN_ALLOW_THREADS; /* a full queue blocks the launch */
-            code = kernel->launch(kernel->function, grid, 1, 1, kernel->threads, 1, 1, kernel->shared_bytes,
-                                  stream, parameters, NULL);
-            Py_END_ALLOW_THREADS;
-        }
-        if (switched) {
-            int left = leave(kernel, former);
-            if (code == 0 && left != 0) {
-                stage = STAGE_LEAVE;
-                code = left;
-            }
-        }
-    }
-    if (code != 0) {
-        PyObject *result = PyObject_CallFunction(kernel->fail, "iiIK", code, stage, grid,
-                                                 (unsigned long long)(uintptr_t)stream);
-        if (result != NULL) {
-            Py_DecRef(result);
-            PyErr_SetString(PyExc_SystemError, "_launch: fail() returned");
-        }
+    if (launch_slots(kernel, grid, stream, slots) != 0)
         return NULL;
-    }
     Py_IncRef(Py_None);
     return Py_None;
 }
@@ -220,6 +261,14 @@ static void kernel_free(PyObject *capsule) {
     PyMem_Free(kernel->makers);
     PyMem_Free(kernel);
 }
+
+/* The kernel of a callable that bind returned, or NULL. */
+static kernel_t *kernel_of(PyObject *callable) {
+    PyObject *self = PyObject_TypeCheck(callable, &PyCFunction_Type) ? PyCFunction_GetSelf(callable) : NULL;
+    return self != NULL && PyCapsule_IsValid(self, CAPSULE) ? PyCapsule_GetPointer(self, CAPSULE) : NULL;
+}
+
+static Py_ssize_t argument_count(const kernel_t *kernel) { return kernel->count; }
 
 static PyMethodDef kernel_method = {
     "kernel", (PyCFunction)(void (*)(void))kernel_call, METH_FASTCALL,
@@ -237,7 +286,7 @@ static int read_parameters(kernel_t *kernel, PyObject *parameters, PyObject *map
         return -1;
     }
     kernel->parameter_count =
-        read_ints(parameters, numbers, MAX_PARAMETERS, -1 - kernel->map_count, kernel->count - 1);
+        read_ints(parameters, numbers, MAX_PARAMETERS, -2 - kernel->map_count, kernel->count - 1);
     if (kernel->parameter_count < 0)
         return -1;
     for (i = 0; i < kernel->parameter_count; i++)
@@ -257,16 +306,17 @@ static int read_parameters(kernel_t *kernel, PyObject *parameters, PyObject *map
 
 static PyObject *bind(PyObject *module, PyObject *args) {
     const char *vendor, *kinds;
-    unsigned long long launch, get, enter, leave, encode, scope, function;
+    unsigned long long launch, get, enter, leave, encode, launch_with, scope, function;
     unsigned threads, shared_bytes;
+    int late;
     Py_ssize_t count, i;
     PyObject *parameters, *maps, *on_refuse, *on_fail, *capsule, *result;
     kernel_t *kernel;
     int cuda;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "sKKKKKKKIIsOOOO", &vendor, &launch, &get, &enter, &leave, &encode, &scope, &function,
-                          &threads, &shared_bytes, &kinds, &parameters, &maps, &on_refuse, &on_fail))
+    if (!PyArg_ParseTuple(args, "sKKKKKKKKIIsOOiOO", &vendor, &launch, &get, &enter, &leave, &encode, &launch_with, &scope,
+                          &function, &threads, &shared_bytes, &kinds, &parameters, &maps, &late, &on_refuse, &on_fail))
         return NULL;
     count = (Py_ssize_t)strlen(kinds);
     if (count > MAX_ARGUMENTS)
@@ -286,6 +336,10 @@ static PyObject *bind(PyObject *module, PyObject *args) {
         return PyErr_NoMemory();
     kernel->launch = (launch_function)address(launch);
     kernel->encode = (encode_function)address(encode);
+    if (late >= 0) {
+        kernel->launch_with = (launch_with_function)address(launch_with);
+        kernel->late = (uint64_t)late;
+    }
     if (cuda) {
         kernel->get_context = (get_context_function)address(get);
         kernel->push_context = (push_context_function)address(enter);
@@ -326,14 +380,11 @@ static PyObject *bind(PyObject *module, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(vendor, launch, get, enter, leave, encode, scope, function, threads, shared_bytes, kinds, parameters,\n"
-     "maps, refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
+     "bind(vendor, launch, get, enter, leave, encode, launch_with, scope, function, threads, shared_bytes, kinds,\n"
+     "parameters, maps, late, refuse, fail) -> kernel. `vendor` is \"nvidia\" or \"amd\"; addresses and handles are ints; `kinds`\n"
      "has one of 'p', 'i', 'l' per argument, '-' for one that no parameter needs; `parameters` and `maps` are\n"
-     "tuples as tensor_maps.resolve gives them."},
-    {"reader", reader, METH_VARARGS,
-     "reader(exchange, device_type, code, bits, query_heads, kv_heads, qk_dim, v_dim, page_size, hnd, stride_mask,\n"
-     "max_tokens, max_seqs) -> read. `exchange` is torch.Tensor.__dlpack_c_exchange_api__; device type, code and\n"
-     "bits of the data's dtype are DLPack's; the rest says what calls are like."},
+     "tuples as tensor_maps.resolve gives them; `late` is launcher.Launch's, -1 for none."},
+    {"reader", reader, METH_VARARGS, reader_text},
     {NULL, NULL, 0, NULL},
 };
 

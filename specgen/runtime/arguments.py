@@ -70,6 +70,9 @@ _MAP_SIZES = ("num_tokens", "num_pages")
 _IN_Q_MAP = ("q_ptr", "q_stride")
 _IN_CACHE_MAPS = ("k_cache", "v_cache")
 
+# Not of the call, but of the launch: programs, the last of the grid, that wait for multiprocessors of a launch that runs.
+LATE_PROGRAMS = "late_programs"
+
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "decode": _taken(but=("tickets", *_MAP_SIZES)),
     "decode_ws": (*_maps("k_map", "v_map"), *_taken(but=("tickets", *_MAP_SIZES, *_IN_CACHE_MAPS))),
@@ -77,6 +80,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "prefill_ws": (
         *_maps("q_map", "k_map", "v_map"),
         *_taken(but=("partial", "counters", *_MAP_SIZES, *_IN_Q_MAP, "k_cache_ptr", "v_cache_ptr")),
+        Argument(LATE_PROGRAMS, "i32"),
     ),
     "varlen": (
         _pointer("q_ptr"),  # [tokens, query_heads, qk_dim]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .driver import CudaDriver, HipDriver
-from .tensor_maps import MAP_BYTES, ZERO
+from .tensor_maps import FIRST_MAP, LATE, MAP_BYTES, ZERO
 
 _FORMATS = {
     "p": "Q",
@@ -24,18 +24,39 @@ _MAP_ALIGNMENT = 64
 _MAPS_KEPT = 256  # per kernel
 # CU_TENSOR_MAP_INTERLEAVE_NONE, FLOAT_OOB_FILL_NONE, as in _tensor_maps.h.
 _INTERLEAVE, _FILL = 0, 0
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("allowed", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
 
 
 class _Buffer:
-    """The values of one launch, 8 bytes each and a zero, its maps, and the pointers to them that the driver reads."""
+    """The values of one launch, 8 bytes each, a zero and `late`, its maps, and the pointers to them that the driver reads."""
 
-    def __init__(self, count: int, parameters: tuple[int, ...], maps: int):
-        size = 8 * (count + 1)
+    def __init__(self, count: int, parameters: tuple[int, ...], maps: int, late: int):
+        size = 8 * (count + 2)
         self.values = ctypes.create_string_buffer(size + _MAP_ALIGNMENT + MAP_BYTES * maps)
         base = ctypes.addressof(self.values)
         first = -(-(base + size) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         self.maps = [first + MAP_BYTES * i for i in range(maps)]
-        where = [base + 8 * i if i >= 0 else base + 8 * count if i == ZERO else self.maps[-2 - i] for i in parameters]
+        struct.pack_into("=Q", self.values, 8 * (count + 1), late)
+        constants = {ZERO: base + 8 * count, LATE: base + 8 * (count + 1)}
+        where = [base + 8 * i if i >= 0 else constants.get(i) or self.maps[FIRST_MAP - i] for i in parameters]
         self.pointers = (ctypes.c_void_p * len(where))(*where)
 
 
@@ -72,6 +93,25 @@ class _Maps:
         return 0, 0
 
 
+def _launch(driver: CudaDriver | HipDriver, overlaps: bool) -> Callable[..., int]:
+    """launch(function, grid, threads, shared_bytes, stream, parameters) -> the driver's error code."""
+    if overlaps and driver.launch_addresses.launch_with:
+        launch_with = getattr(driver.library, driver.launch_with_function)
+
+        def overlapping(function, grid, threads, shared_bytes, stream, parameters) -> int:
+            attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, allowed=1)
+            config = _Config(grid, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.pointer(attribute), 1)
+            return launch_with(ctypes.byref(config), function, parameters, None)
+
+        return overlapping
+    plain = getattr(driver.library, driver.launch_function)
+
+    def launch(function, grid, threads, shared_bytes, stream, parameters) -> int:
+        return plain(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, parameters, None)
+
+    return launch
+
+
 def bind(
     driver: CudaDriver | HipDriver,
     scope: int,
@@ -81,15 +121,16 @@ def bind(
     kinds: str,
     parameters: tuple[int, ...],
     maps: tuple[tuple, ...],
+    late: int | None,
     refuse: Callable[[int, object], Any],
     fail: Callable[[int, int, int, int], Any],
 ) -> Callable[..., None]:
     """The kernel as `kernel(grid, stream, *args)`; the parameters are those of `_launch.bind`.
 
     `kinds` has one of "p" (pointer), "i" (int32), "l" (int64) per argument, "-" for one that no parameter
-    needs; `parameters` and `maps` are as tensor_maps.resolve gives them. `refuse` raises the error of a bad argument and `fail` that of a failed driver call.
+    needs; `parameters` and `maps` are as tensor_maps.resolve gives them, `late` is launcher.Launch's. `refuse` raises the error of a bad argument and `fail` that of a failed driver call.
     """
-    launch = getattr(driver.library, driver.launch_function)
+    launch = _launch(driver, late is not None)
     cuda = driver.vendor == "nvidia"
     current_type = ctypes.c_void_p if cuda else ctypes.c_int
     get = driver.library.cuCtxGetCurrent if cuda else driver.library.hipGetDevice
@@ -132,7 +173,7 @@ def bind(
         try:
             buffer = pool.pop()
         except IndexError:
-            buffer = _Buffer(count, parameters, len(maps))
+            buffer = _Buffer(count, parameters, len(maps), late or 0)
         try:
             pack(buffer.values, 0, *(values[i] for i in packed))
         except struct.error:
@@ -150,7 +191,7 @@ def bind(
             stage = 3 + number
             if code == 0:
                 stage = 0
-                code = launch(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, buffer.pointers, None)
+                code = launch(function, grid, threads, shared_bytes, stream, buffer.pointers)
             if switched:
                 left = driver.library.cuCtxPopCurrent_v2(ctypes.byref(current)) if cuda else enter(former)
                 if code == 0 and left != 0:

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 
 from . import choice, jit, launcher
-from .arguments import variant_arguments, variant_call_arguments
+from .arguments import LATE_PROGRAMS, variant_arguments, variant_call_arguments
 from .driver import CudaDriver, DeviceProperties, HipDriver, open_driver
 from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError
 from .tensor_maps import variant_maps
@@ -61,6 +61,7 @@ class Device:
         self.multiprocessors = multiprocessors
         self.note = note
         self._kernels: dict[str, Kernel] = {}
+        self._beside: dict[tuple[str, int], Kernel] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -104,6 +105,19 @@ class Device:
                     self._refuse_capture(symbol)
                     kernel = self._kernels[symbol] = self._load(symbol, self.manifest["variants"][symbol])
         return kernel
+
+    def beside(self, symbol: str, late: int) -> Kernel:
+        """The kernel `symbol` as `kernel` gives it, for a launch that may begin while the one before it on its
+        stream runs and leaves it all but `late` multiprocessors.
+        """
+        kernel = self._beside.get((symbol, late))
+        if kernel is None:
+            loaded = self.kernel(symbol)
+            kernel = self._beside.setdefault((symbol, late), self._overlapping(symbol, late) or loaded)
+        return kernel
+
+    def _overlapping(self, symbol: str, late: int) -> Kernel | None:
+        """A loaded kernel bound to overlap; None where it cannot."""
 
     def serving(self, symbol: str) -> str:
         """The symbol that runs here for `symbol` of a table row: itself, or where kernels are compiled or
@@ -160,6 +174,7 @@ class _Gpu(Device):
         )
         self.driver = driver
         self.properties = properties
+        self._launches: dict[str, launcher.Launch] = {}
 
     @property
     def where(self) -> str:
@@ -191,7 +206,14 @@ class _Gpu(Device):
         launch = launcher.Launch(
             symbol, handle, threads, shared_bytes, call, arguments, self.where, variant_maps(variant)
         )
+        self._launches[symbol] = launch
         return launcher.bind(self.driver, self.index, launch)
+
+    def _overlapping(self, symbol: str, late: int) -> Kernel | None:
+        launch = self._launches[symbol]
+        if all(argument.name != LATE_PROGRAMS for argument in launch.arguments):
+            return None
+        return launcher.bind(self.driver, self.index, launch._replace(late=late))
 
 
 class BinaryDevice(_Gpu):

@@ -35,7 +35,7 @@ class DeviceProperties(NamedTuple):
 
 class LaunchAddresses(NamedTuple):
     """Addresses of the driver's functions for _launch.c: launch, and read, enter and leave a context (CUDA)
-    or device (HIP); encode a tensor map, 0 where the driver cannot.
+    or device (HIP); encode a tensor map, and launch with attributes, each 0 where the driver cannot.
     """
 
     launch: int
@@ -43,6 +43,7 @@ class LaunchAddresses(NamedTuple):
     enter: int
     leave: int
     encode: int
+    launch_with: int
 
 
 class Driver:
@@ -57,6 +58,7 @@ class Driver:
     launch_function: str
     capture_function: str
     encode_function: str | None = None
+    launch_with_function: str | None = None
     launch_addresses: LaunchAddresses
 
     def __init__(self, library: ctypes.CDLL):
@@ -99,9 +101,9 @@ class Driver:
         return status.value != 0
 
     def addresses(self, launch: str, get: str, enter: str, leave: str | None) -> LaunchAddresses:
-        """Addresses by names; only `encode_function` may be missing from the library."""
-        encode = self.encode_function if hasattr(self.library, self.encode_function or "") else None
-        functions = (launch, get, enter, leave, encode)
+        """Addresses by names; only `encode_function` and `launch_with_function` may be missing from the library."""
+        later = (self.encode_function, self.launch_with_function)
+        functions = (launch, get, enter, leave, *(name if hasattr(self.library, name or "") else None for name in later))
         return LaunchAddresses(
             *(ctypes.cast(getattr(self.library, f), c_void_p).value if f else 0 for f in functions)
         )
@@ -114,6 +116,7 @@ class CudaDriver(Driver):
     launch_function = "cuLaunchKernel"
     capture_function = "cuStreamIsCapturing"
     encode_function = "cuTensorMapEncodeTiled"  # drivers of CUDA 12 and later
+    launch_with_function = "cuLaunchKernelEx"  # drivers of CUDA 11.8 and later
 
     def __init__(self, library: ctypes.CDLL):
         super().__init__(library)
@@ -144,6 +147,8 @@ class CudaDriver(Driver):
             sizes = [c_void_p] * 4  # extents, strides, box, steps
             encode = [c_void_p, c_int, c_uint, c_void_p, *sizes, c_int, c_int, c_int, c_int]
             _declare(library, **{self.encode_function: encode})
+        if self.launch_addresses.launch_with:
+            _declare(library, **{self.launch_with_function: [c_void_p] * 4})
 
     def error_name(self, code: int) -> str:
         """The name of an error code, such as "CUDA_ERROR_INVALID_VALUE"."""

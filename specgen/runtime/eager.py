@@ -16,16 +16,15 @@ from . import checks as _checks
 from . import refusals as _refusals
 from . import rotary as _rotary
 from .errors import ArgumentError
-from .extras import check_extras, check_presence, launch_arguments
+from .extras import ABSENT, check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
 from .plans import DevicePlans
-from .reading import readers
+from .reading import Reader, readers
 from .table import Table
 from .values import check_values, check_varlen_values
 from .varlen import check_varlen, read_varlen
 from .workspace import Workspace
 
-_grad_enabled = torch.is_grad_enabled
 _NOT_READABLE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
@@ -48,7 +47,7 @@ class Eager:
         self._by_heads = self.geometries.by_heads
         self._hnd = self.geometries.hnd
         self._devices: dict[torch.device | int, DevicePlans] = {}  # GPUs by index too
-        self._readers = {}
+        self._readers: dict[str | None, tuple[Reader, ...]] = {}
         self._open_device = open_device
 
     def run_attention(
@@ -60,21 +59,29 @@ class Eager:
         """
         read = None
         if self._readers and (checks == "shapes" or checks == "none") and (layer is None or type(layer) is str):
-            for geometry, reader in self._readers.get(layer, ()):
-                read = reader(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out)
+            sinks, slopes, ranges = extras or ABSENT
+            plain = slopes is None and ranges is None and workspace is None and return_lse is False
+            for reader in self._readers.get(layer, ()):
+                read = reader.call(
+                    q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, sinks,
+                    max_seqlen_q, max_seqlen_k, plain,
+                )  # fmt: skip
                 if read is not None:
                     break
-        if read is None or _grad_enabled() and _needs_grad(q, k_cache, v_cache, out):
+        if read is None:
             geometry, tokens, bound, seqs, max_pages, bits, strides = self.bind_attention(
                 q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, layer,
                 out, checks, extras,
             )  # fmt: skip
             device = q.device
             plans = self._devices.get(device) or self.open(device)
-            addresses = None
+            addresses, plain = None, False
+        elif type(read) is not tuple:
+            return read  # the output: launched
         else:
-            (index, aligned, tokens, seqs, max_pages, pages), addresses, strides = read
-            bound = _bound("attention", tokens, max_seqlen_q, max_seqlen_k)
+            geometry = reader.geometry
+            (index, aligned, max_pages, pages), bounds, addresses, strides = read
+            bound, seqs, tokens, _ = bounds
             if extras is not None or geometry.extras is not None:
                 if checks == "none":
                     check_presence("attention", geometry, extras)
@@ -94,14 +101,15 @@ class Eager:
             if addresses is None:
                 data = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
                 pointers = reduce(or_, _refusals.addresses("attention", data))
-                index = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
-                _refusals.addresses("attention", index)
+                tables = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+                _refusals.addresses("attention", tables)
                 aligned = not (pointers & 15 or bits & geometry.stride_mask)
                 pages = k_cache.size(0)
-            keys = max_pages * geometry.page_size
-            if max_seqlen_k is not None and max_seqlen_k < keys:
-                keys = max_seqlen_k
-            plan = plans.attention(geometry, aligned, bound, seqs, tokens, keys or 1)
+                keys = max_pages * geometry.page_size
+                if max_seqlen_k is not None and max_seqlen_k < keys:
+                    keys = max_seqlen_k
+                bounds = bound, seqs, tokens, keys or 1
+            plan = plans.attention(geometry, aligned, *bounds)
             stream = plans.current_stream(plans.index)
             pool = plans.workspaces
             if workspace is None:
@@ -114,12 +122,18 @@ class Eager:
                 data, scratch = addresses if addresses[6] else (*addresses[:6], out.data_ptr()), workspace.addresses
             lse_or_any, store_lse = (scratch[1], 0) if lse is None else (lse, 1)
             passed = (*data, lse_or_any, *scratch, seqs, max_pages, store_lse, tokens, pages, *strides)
-            if plan.prefill is not None:
-                plan.prefill(plan.prefill_grid, stream, *passed)
             if plan.decode is not None:
                 plan.decode(plan.decode_grid, stream, *passed)
-            if pool.spare_wanted:
+            if plan.prefill is not None:
+                plan.prefill(plan.prefill_grid, stream, *passed)
+            if pool.spare_wanted:  # every call comes by here until one outside a capture has made a spare
                 pool.renew_spare()
+                self._forget_routes()
+            elif plain and reader.routed:
+                reader.keep(
+                    index, stream, aligned, plan.row.box, workspace.addresses,
+                    plan.decode, plan.decode_grid, plan.prefill, plan.prefill_grid,
+                )  # fmt: skip
         return out if lse is None else (out, lse)
 
     def bind_attention(
@@ -317,7 +331,7 @@ class Eager:
             found = self._devices.setdefault(device, plans)
             if found.is_cuda:
                 self._devices[found.index] = found
-                self._readers = self._readers or readers(self.geometries, self.limits)
+                self._readers = self._readers or readers(self.geometries, self.limits, found.current_stream)
         return found
 
     def check_workspace(self, workspace: object, device: torch.device, tokens: int, seqs: int) -> None:
@@ -347,6 +361,11 @@ class Eager:
                 "attention", "workspace", f"was made for max_seqs {workspace.limits.max_seqs}", seqs
             )
 
+    def _forget_routes(self) -> None:
+        for readers_of_layer in self._readers.values():
+            for reader in readers_of_layer:
+                reader.forget()
+
     def _own_workspace(self, plans: DevicePlans) -> Workspace:
         return Workspace(plans.torch_device, plans.size, self.limits, self)
 
@@ -366,7 +385,3 @@ def _bound(function: str, tokens: int, max_seqlen_q: object, max_seqlen_k: objec
     if type(max_seqlen_q) is not int or max_seqlen_q < 0:
         _refusals.host_bound(function, "max_seqlen_q", max_seqlen_q)
     return min(max_seqlen_q, tokens)
-
-
-def _needs_grad(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> bool:
-    return q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or out is not None and out.requires_grad

@@ -113,7 +113,7 @@ def explain(
         why = _why(geometry, row, bounds, broken)
         for symbol in map(serving, row.symbols):
             variant = manifest["variants"][symbol]
-            grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
+            grid = sizes.programs(multiprocessors, variant)
             launches.append(
                 Launch(variant["family"], symbol, grid, _split(geometry, variant, grid, tokens, seqs, keys))
             )
@@ -155,7 +155,7 @@ def explain_varlen(
         row = table.varlen(arch, geometry.layer, geometry.query_heads, geometry.kv_heads, not broken)
         why = [_why_layer(geometry, row), _why_aligned(geometry, broken)]
         variant = manifest["variants"][row.symbol]
-        grid = sizes.grid(multiprocessors, variant["ctas_per_multiprocessor"])
+        grid = sizes.programs(multiprocessors, variant)
         split = _split(geometry, variant, grid, tokens, seqs, keys)
         launches.append(Launch(variant["family"], row.symbol, grid, split))
     return Explanation(

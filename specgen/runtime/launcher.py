@@ -29,7 +29,9 @@ class Launch(NamedTuple):
     device for errors.
 
     `call` is what a caller passes and `arguments` what the kernel takes of it, in its own order, its tensor
-    maps made as `maps` says.
+    maps made as `maps` says. `late`: None, or the launch may begin as soon as the programs of the one before it
+    on its stream have said so (CUDA's programmatic dependent launch), and so many of its own programs then find
+    no multiprocessor: a kernel that takes LATE_PROGRAMS, which waits at its end for the launch before it.
     """
 
     symbol: str
@@ -40,6 +42,7 @@ class Launch(NamedTuple):
     arguments: tuple[Argument, ...]
     where: str
     maps: tuple[TensorMap, ...] = ()
+    late: int | None = None
 
 
 def bind(driver: CudaDriver | HipDriver, index: int, launch: Launch) -> Callable[..., None]:
@@ -73,6 +76,7 @@ def bind(driver: CudaDriver | HipDriver, index: int, launch: Launch) -> Callable
             kinds,
             parameters,
             maps,
+            launch.late,
             refuse,
             fail,
         )
@@ -86,6 +90,7 @@ def bind(driver: CudaDriver | HipDriver, index: int, launch: Launch) -> Callable
         kinds,
         parameters,
         maps,
+        -1 if launch.late is None else launch.late,
         refuse,
         fail,
     )

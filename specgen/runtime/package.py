@@ -66,7 +66,7 @@ class Package(Eager):
         takes = self.limits.max_tokens if row.prefill else self.manifest["variants"][row.decode]["max_query_len"]
         whole = dict(index=0, min_query_len=1, max_query_len=takes, seqs=EVERY, tokens=EVERY, keys=EVERY)
         other.table = Table([replace(row, **whole)], self.table.append_rows, self.table.merge_rows, self.table.varlen_rows)
-        other._devices = {}
+        other._devices, other._readers = {}, {}
         other._open_device = lambda directory, manifest, torch_device: self.open(torch_device).device
         return other
 

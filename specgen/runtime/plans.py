@@ -23,13 +23,13 @@ class AttentionPlan:
     loaded.
     """
 
-    __slots__ = ("row", "ready", "prefill", "prefill_grid", "decode", "decode_grid")
+    __slots__ = ("row", "ready", "decode", "decode_grid", "prefill", "prefill_grid")
 
     def __init__(self, row: AttentionRow):
         self.row = row
         self.ready = False
-        self.prefill = self.decode = None
-        self.prefill_grid = self.decode_grid = 0
+        self.decode = self.prefill = None
+        self.decode_grid = self.prefill_grid = 0
 
 
 class DevicePlans:
@@ -119,7 +119,7 @@ class DevicePlans:
 
     def grid(self, symbol: str) -> int:
         """Programs of one launch of a variant here."""
-        return sizes.grid(self.device.multiprocessors, self._variants[symbol]["ctas_per_multiprocessor"])
+        return sizes.programs(self.device.multiprocessors, self._variants[symbol])
 
     def warm(self) -> None:
         """Load every kernel, make slopes, the current stream's workspace and the spare; wait until the device
@@ -137,13 +137,17 @@ class DevicePlans:
             torch.cuda.synchronize(self.torch_device)
 
     def _load(self, plan: AttentionPlan) -> None:
-        row = plan.row
-        if row.prefill:
-            symbol = self.device.serving(row.prefill)
-            plan.prefill, plan.prefill_grid = self.device.kernel(symbol), self.grid(symbol)
+        row, late = plan.row, 0
         if row.decode:
             symbol = self.device.serving(row.decode)
             plan.decode, plan.decode_grid = self.device.kernel(symbol), self.grid(symbol)
+            taken = sizes.taken(self.device.multiprocessors, self._variants[symbol])
+            late = taken if taken < self.device.multiprocessors else 0
+        if row.prefill:
+            symbol = self.device.serving(row.prefill)
+            # Decode is launched before it, and they may overlap: they write other rows, and no scratch is of both.
+            plan.prefill = self.device.beside(symbol, late) if row.decode else self.device.kernel(symbol)
+            plan.prefill_grid = self.grid(symbol)
         plan.ready = True
 
 

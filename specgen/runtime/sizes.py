@@ -40,6 +40,18 @@ def grid(multiprocessors: int, ctas_per_multiprocessor: int) -> int:
     return multiprocessors * ctas_per_multiprocessor
 
 
+def taken(multiprocessors: int, variant: Mapping) -> int:
+    """Multiprocessors that a launch of a variant (manifest entry) takes: all, or of decode_ws the percentage that its option
+    `share` says.
+    """
+    return max(1, multiprocessors * variant.get("options", {}).get("share", 100) // 100)
+
+
+def programs(multiprocessors: int, variant: Mapping) -> int:
+    """Programs of one launch of a variant."""
+    return grid(taken(multiprocessors, variant), variant["ctas_per_multiprocessor"])
+
+
 def head_tiles(dim: int) -> tuple[int, ...]:
     """Widths of the tiles that hold `dim` elements of a head: powers of two of at least 16 (the depth of a matrix
     instruction), one, or two where those need less room than one: 128 -> (128,), 96 -> (64, 32), 80 -> (64, 16).
@@ -112,13 +124,13 @@ def decode_ws_workspace(programs: int, rows: int, v_dim: int) -> WorkspaceSize:
 
 
 def _variant_workspace(multiprocessors: int, variant: Mapping) -> WorkspaceSize:
-    programs = grid(multiprocessors, variant["ctas_per_multiprocessor"])
+    launched = programs(multiprocessors, variant)
     if variant["family"] == "decode_ws":
         group = variant["query_heads"] // variant["kv_heads"]
         rows = partial_rows(variant["block_m"], group, variant["max_query_len"]) * variant["options"].get("heads", 1)
-        return decode_ws_workspace(programs, rows, variant["v_dim"])
+        return decode_ws_workspace(launched, rows, variant["v_dim"])
     states = max_splits(variant["kv_heads"]) if variant.get("batch_invariant") else 2
-    return decode_workspace(programs, variant["block_m"], variant["v_dim"], states)
+    return decode_workspace(launched, variant["block_m"], variant["v_dim"], states)
 
 
 def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> WorkspaceSize:

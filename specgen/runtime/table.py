@@ -33,7 +33,8 @@ class AttentionRow:
 
     `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len`, `seqs`, `tokens` and
     `keys` (each (least, most)) are inclusive ranges of a call's Bounds: the row is a box. `decode` and
-    `prefill` are symbols; a row with both launches both, and the device decides which sequences are whose.
+    `prefill` are symbols; a row with both launches decode and then prefill, which may overlap it, and the device
+    decides which sequences are whose.
     """
 
     index: int
@@ -68,7 +69,7 @@ class AttentionRow:
     @property
     def symbols(self) -> tuple[str, ...]:
         """The symbols this row launches, in launch order."""
-        return tuple(symbol for symbol in (self.prefill, self.decode) if symbol)
+        return tuple(symbol for symbol in (self.decode, self.prefill) if symbol)
 
 
 @dataclass(frozen=True)

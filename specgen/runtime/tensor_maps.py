@@ -7,7 +7,7 @@ Nouns only: imports nothing but arguments.py and the standard library.
 
 from typing import NamedTuple
 
-from .arguments import Argument
+from .arguments import LATE_PROGRAMS, Argument
 
 MAP_BYTES = 128
 # Values of the driver's enumerations CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion.
@@ -17,7 +17,8 @@ _FETCHES = {0: 0, 64: 1, 128: 2, 256: 3}
 
 # Of a kernel's parameter: not an argument of the call.
 ZERO = -1
-_FIRST_MAP = -2
+LATE = -2  # the launch's LATE_PROGRAMS
+FIRST_MAP = -3
 
 
 class TensorMap(NamedTuple):
@@ -77,13 +78,13 @@ def resolve(
 ) -> tuple[tuple[int, ...], tuple[tuple, ...]]:
     """Names to positions, for _launch.c and ctypes_launch.py: (parameters, maps).
 
-    A parameter is the position of an argument of the call, ZERO, or -2 - n for map n. A map is (position of the tensor, data
+    A parameter is the position of an argument of the call, ZERO, LATE, or FIRST_MAP - n for map n. A map is (position of the tensor, data
     type, bytes per element, swizzle, L2 promotion, extents, positions of strides, box), dimensions from the one of stride 1 to the slowest,
     as the driver counts them; an extent is a number, or -1 - position.
     """
     position = {argument.name: i for i, argument in enumerate(call)}
-    number = {each.name: _FIRST_MAP - n for n, each in enumerate(maps)}
-    where = position | number | {None: ZERO}
+    number = {each.name: FIRST_MAP - n for n, each in enumerate(maps)}
+    where = position | number | {None: ZERO, LATE_PROGRAMS: LATE}
     resolved = tuple(
         (
             position[each.tensor],

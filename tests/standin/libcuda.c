@@ -167,6 +167,21 @@ CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned 
     return CUDA_SUCCESS;
 }
 
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+    char where[16];
+    if (current() == NULL)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (standin_get("fail_launch"))
+        return (CUresult)standin_get("fail_launch");
+    if (config->numAttrs != 1 || config->attrs[0].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION ||
+        config->attrs[0].value.programmaticStreamSerializationAllowed != 1)
+        return CUDA_ERROR_INVALID_VALUE;
+    snprintf(where, sizeof where, "%d", device_of(current()));
+    standin_launch("cuLaunchKernelEx", function, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+                   config->blockDimY, config->blockDimZ, config->sharedMemBytes, config->hStream, parameters, extra, where);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuGetErrorName(CUresult error, const char **name) {
     switch (error) {
     case CUDA_ERROR_INVALID_VALUE:

@@ -764,6 +764,9 @@ class _Parser:
     def _op_prefetch(self, s, o):
         return lambda block, unit: None
 
+    def _op_griddepcontrol(self, s, o):
+        return lambda block, unit: None  # the machine runs one launch
+
     # matrix products
 
     def _op_mma(self, s, o):

@@ -94,9 +94,9 @@ class Standin:
 
     @property
     def launches(self) -> list[dict[str, str]]:
-        """The launches, each as its fields: function, grid, block, shared, stream, extra, on, args."""
-        lines = [line for line in self.log if "LaunchKernel" in line]
-        return [dict(field.split("=", 1) for field in line.split()[1:]) for line in lines]
+        """The launches, each as its fields: call, function, grid, block, shared, stream, extra, on, args."""
+        lines = [f"call={line}" for line in self.log if "LaunchKernel" in line]
+        return [dict(field.split("=", 1) for field in line.split()) for line in lines]
 
 
 def build_standins(folder: Path) -> tuple[Standin, Standin]:
@@ -168,8 +168,8 @@ class Bench:
         self.modules = {name: runtime_module(package, name) for name in names}
         self.driver = self.modules["driver"].open_driver(vendor)
 
-    def bind(self, family="merge_states", index=0, threads=128, shared_bytes=1000, maps=()):
-        """(handle, kernel) of a family, its tensor maps as manifest entries."""
+    def bind(self, family="merge_states", index=0, threads=128, shared_bytes=1000, maps=(), late=None):
+        """(handle, kernel) of a family, its tensor maps as manifest entries, `late` as in launcher.Launch."""
         call = self.modules["arguments"].call_arguments(family)
         taken = self.modules["arguments"].arguments(family)
         maps = self.modules["tensor_maps"].variant_maps({"tensor_maps": maps})
@@ -179,7 +179,7 @@ class Bench:
         self.standin.kinds("".join(kinds[a.kind] + fillers.get(a.name, "") for a in taken) + "pp")
         handle = self.driver.load(index, b"image\0", "entry", shared_bytes, threads)
         launch = self.modules["launcher"].Launch(
-            "the_symbol", handle, threads, shared_bytes, call, taken, "the GPU", maps
+            "the_symbol", handle, threads, shared_bytes, call, taken, "the GPU", maps, late
         )
         return handle, self.modules["launcher"].bind(self.driver, index, launch)
 

@@ -68,13 +68,13 @@ ATTENTION_ROWS = (
 def _gfx942_0(query_len, seqs, tokens, keys):
     if query_len <= 1:
         return 0  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2
-    return 1  # prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2 and decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2
+    return 1  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2 and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2
 
 
 def _gfx942_1(query_len, seqs, tokens, keys):
     if query_len <= 1:
         return 2  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned
-    return 3  # prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m32n16_w4s1c2_unaligned and decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned
+    return 3  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m32n16_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.

@@ -32,7 +32,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=2,
         max_query_len=64,
-        decode="decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128",
+        decode="decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168",
         reason="decode takes sequences of one query row, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -68,13 +68,13 @@ ATTENTION_ROWS = (
 def _sm_90_0(query_len, seqs, tokens, keys):
     if query_len <= 1:
         return 0  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128
-    return 1  # prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168 and decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128
+    return 1  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50 and prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):
     if query_len <= 1:
         return 2  # decode_h4x4_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned
-    return 3  # prefill_h4x4_d64_p16_bf16_causal_q1_m32n32_w4s1c2_unaligned and decode_h4x4_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned
+    return 3  # decode_h4x4_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned and prefill_h4x4_d64_p16_bf16_causal_q1_m32n32_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.

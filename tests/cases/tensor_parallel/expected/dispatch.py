@@ -45,7 +45,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=5,
         max_query_len=64,
-        decode="decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
+        decode="decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h8x2_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -123,7 +123,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=5,
         max_query_len=64,
-        decode="decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
+        decode="decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h4x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -201,7 +201,7 @@ ATTENTION_ROWS = (
         aligned=True,
         min_query_len=5,
         max_query_len=64,
-        decode="decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128",
+        decode="decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h2x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
@@ -486,7 +486,7 @@ def _sm_90_0(query_len, seqs, tokens, keys):
         return 0  # decode_ws_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
         return 1  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 2  # prefill_ws_h8x2_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168 and decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    return 2  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h8x2_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):
@@ -494,7 +494,7 @@ def _sm_90_1(query_len, seqs, tokens, keys):
         return 3  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
         return 4  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 5  # prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 5  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_90_2(query_len, seqs, tokens, keys):
@@ -502,7 +502,7 @@ def _sm_90_2(query_len, seqs, tokens, keys):
         return 6  # decode_ws_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
         return 7  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 8  # prefill_ws_h4x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168 and decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    return 8  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h4x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168
 
 
 def _sm_90_3(query_len, seqs, tokens, keys):
@@ -510,7 +510,7 @@ def _sm_90_3(query_len, seqs, tokens, keys):
         return 9  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
         return 10  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 11  # prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 11  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_90_4(query_len, seqs, tokens, keys):
@@ -518,7 +518,7 @@ def _sm_90_4(query_len, seqs, tokens, keys):
         return 12  # decode_ws_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
         return 13  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 14  # prefill_ws_h2x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168 and decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    return 14  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h2x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168
 
 
 def _sm_90_5(query_len, seqs, tokens, keys):
@@ -526,7 +526,7 @@ def _sm_90_5(query_len, seqs, tokens, keys):
         return 15  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
         return 16  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 17  # prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 17  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_80_6(query_len, seqs, tokens, keys):
@@ -535,7 +535,7 @@ def _sm_80_6(query_len, seqs, tokens, keys):
     if query_len <= 4:
         return 19  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
     return (
-        20  # prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+        20  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1
     )
 
 
@@ -544,7 +544,7 @@ def _sm_80_7(query_len, seqs, tokens, keys):
         return 21  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
         return 22  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 23  # prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 23  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_80_8(query_len, seqs, tokens, keys):
@@ -553,7 +553,7 @@ def _sm_80_8(query_len, seqs, tokens, keys):
     if query_len <= 4:
         return 25  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
     return (
-        26  # prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+        26  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1
     )
 
 
@@ -562,7 +562,7 @@ def _sm_80_9(query_len, seqs, tokens, keys):
         return 27  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
         return 28  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 29  # prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 29  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_80_10(query_len, seqs, tokens, keys):
@@ -571,7 +571,7 @@ def _sm_80_10(query_len, seqs, tokens, keys):
     if query_len <= 4:
         return 31  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
     return (
-        32  # prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1 and decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+        32  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1
     )
 
 
@@ -580,7 +580,7 @@ def _sm_80_11(query_len, seqs, tokens, keys):
         return 33  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
         return 34  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 35  # prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned and decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 35  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.

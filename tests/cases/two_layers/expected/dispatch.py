@@ -174,7 +174,7 @@ def _sm_90_0(query_len, seqs, tokens, keys):
         return 0  # decode_h8x2_d64_p48_bf16_causal_q1_m16n128_w4s3c2
     if query_len <= 4:
         return 1  # decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2
-    return 2  # prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2 and decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2
+    return 2  # decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2 and prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):
@@ -182,7 +182,7 @@ def _sm_90_1(query_len, seqs, tokens, keys):
         return 3  # decode_h8x2_d64_p48_bf16_causal_q1_m16n32_w4s1c2_unaligned
     if query_len <= 4:
         return 4  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned
-    return 5  # prefill_h8x2_d64_p48_bf16_causal_q4_m32n32_w4s1c2_unaligned and decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned
+    return 5  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned and prefill_h8x2_d64_p48_bf16_causal_q4_m32n32_w4s1c2_unaligned
 
 
 def _sm_90_2(query_len, seqs, tokens, keys):
@@ -190,7 +190,7 @@ def _sm_90_2(query_len, seqs, tokens, keys):
         return 6  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n128_w4s3c2
     if query_len <= 4:
         return 7  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2
-    return 8  # prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2 and decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2
+    return 8  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2 and prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2
 
 
 def _sm_90_3(query_len, seqs, tokens, keys):
@@ -198,7 +198,7 @@ def _sm_90_3(query_len, seqs, tokens, keys):
         return 9  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n32_w4s1c2_unaligned
     if query_len <= 4:
         return 10  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned
-    return 11  # prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m32n32_w4s1c2_unaligned and decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned
+    return 11  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned and prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m32n32_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.

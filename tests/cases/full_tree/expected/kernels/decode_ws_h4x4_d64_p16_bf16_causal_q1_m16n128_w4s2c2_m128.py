@@ -77,6 +77,13 @@ MERGED: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 2, 16], [4, 
 
 
 @gluon.jit
+def _let_next_begin():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _prefetch_maps():
     # Gluon does not say where a tensor map is; the assembler knows the kernel's parameters by name.
     gl.inline_asm_elementwise(
@@ -595,6 +602,7 @@ def decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128(
     out_stride_token,
     out_stride_head,
 ):
+    _let_next_begin()
     _prefetch_maps()
     k_tiles = gl.allocate_shared_memory(k_map.dtype, [NUM_STAGES, HEADS * TILE_N, BLOCK_QK], TILE)
     v_tiles = gl.allocate_shared_memory(v_map.dtype, [NUM_STAGES, HEADS * TILE_N, BLOCK_V], TILE)

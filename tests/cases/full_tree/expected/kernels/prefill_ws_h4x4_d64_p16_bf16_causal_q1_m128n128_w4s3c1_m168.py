@@ -490,20 +490,37 @@ def _copy_queries(q_map, queries, count, token, head):
 
 
 @gluon.jit
-def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, tickets_ptr):
+def _await_launch_before():
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, tickets):
     """An item is planned while the one before is loaded."""
     page_step, head_step = _steps(strides, len(k_map.block_shape) == 2)
     block_table_ptr, block_table_stride = table
+    tickets_ptr, late_programs = tickets
     programs = gl.num_programs(0)
-    # Two rounds by number, the second the other way round, then by ticket: each program knows two items without waiting.
+    prompt = programs - late_programs
+    # Two rounds by number, the second the other way round, then by ticket: each program knows two items without waiting. Late
+    # programs, the last by number, begin when decode's end, be that soon or long after, and take what is left by ticket; then
+    # the others have one item by number.
     program = gl.program_id(0)
     lanes = gl.arange(0, 32, LANES)
     claimed = gl.full([32], -1, gl.int32, LANES) - program  # in lane 0
+    asks_from = (late_programs == 0).to(gl.int32)  # the first item whose next one takes a ticket
+    by_number = prompt + prompt * asks_from
+    first = program
+    if program >= prompt:
+        claimed = _claim(tickets_ptr)
+        first = gl.sum(gl.where(lanes == 0, claimed, 0), 0) + by_number
     blocks, highest, group = _extent(lengths)
     starts, query_lens, kv_lens = group
     none = program * 0
     search = (highest, none - 32, none, none, 0 * lanes, starts, query_lens, kv_lens)
-    search = _publish(items, 0, program, blocks, search, lengths)
+    search = _publish(items, 0, first, blocks, search, lengths)
     count = 0  # of items
     use = 0  # of the ring of keys
     end_tile = _field(items, 0, END_TILE)
@@ -524,16 +541,16 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, 
         planned = gl.maximum(end_tile - 2, first_tile + 1)
         claim = gl.maximum(planned - 2, first_tile + 1)
         for index in range(first_tile + 1, planned):
-            if (index == claim) & (count > 0):
+            if (index == claim) & (count >= asks_from):
                 claimed = _claim(tickets_ptr)
             first_key -= TILE_N
             _load_tile(
                 k_map, keys, use, page_ids_ptr, first_key, left, kv_len, page_step, column, 0, 0, LEFT_EDGE, False
             )
             use += 1
-        if (planned == first_tile + 1) & (count > 0):
+        if (planned == first_tile + 1) & (count >= asks_from):
             claimed = _claim(tickets_ptr)
-        ticket = gl.sum(gl.where(lanes == 0, claimed, 0), 0) + 2 * programs
+        ticket = gl.sum(gl.where(lanes == 0, claimed, 0), 0) + by_number
         search = _publish(items, count + 1, ticket, blocks, search, lengths)
         for _ in range(planned, end_tile):
             first_key -= TILE_N
@@ -547,6 +564,8 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, 
         # The last program leaves the tickets ready for the next launch or replay.
         gl.store(tickets_ptr, 0)
         gl.store(tickets_ptr + 1, 0)
+    # What waits for this launch waits for one that it overlaps, too.
+    _await_launch_before()
 
 
 @gluon.constexpr_function
@@ -833,6 +852,7 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
     v_cache_stride_head,
     out_stride_token,
     out_stride_head,
+    late_programs,
 ):
     # Rings of slots: what they hold, a barrier for each that it is full, and one that it is empty.
     query_tiles = gl.allocate_shared_memory(q_map.dtype, [QUERY_SLOTS * CONSUMERS, ROWS, BLOCK_QK], TILE)
@@ -883,7 +903,10 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
         [
             (_consume, (0, queries, keys, values, items, outputs, zero)),
             (_consume, (1, queries, keys, values, items, outputs, zero)),
-            (_plan_and_load, (q_map, k_map, queries, keys, items, table, key_strides, lengths, tickets_ptr)),
+            (
+                _plan_and_load,
+                (q_map, k_map, queries, keys, items, table, key_strides, lengths, (tickets_ptr, late_programs)),
+            ),
             (_load, (k_map, keys, items, table, key_strides, 1, False)),
             (_load, (v_map, values, items, table, value_strides, 0, True)),
             (_load, (v_map, values, items, table, value_strides, 1, True)),
