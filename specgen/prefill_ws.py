@@ -81,8 +81,8 @@ class Shape:
 
     @property
     def loader_registers(self) -> int:
-        """Registers of a thread of a loader: what its loop needs, or where accumulators are wide the least there is."""
-        return 40 if self.variant.block_v <= 64 else 24
+        """Registers of a thread of a loader: what its loop needs, or where accumulators are wide beside two consumers the least there is."""
+        return 40 if self.variant.block_v <= 64 or self.consumers == 1 else 24
 
     @property
     def consumer_registers(self) -> int:
