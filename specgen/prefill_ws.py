@@ -4,12 +4,16 @@ here. Pure integers; imports only nouns.
 
 from dataclasses import dataclass
 
-from specgen.variant import BOX_COLUMNS, Variant
+from specgen.variant import BOX_COLUMNS, MATRIX_ROWS, Variant
 
-CONSUMERS = 2
+CONSUMERS = (1, 2)  # that a program may have; two take turns at the tensor cores, one leaves that to the programs of a multiprocessor
 CONSUMER_WARPS = 4  # a warpgroup, which issues matrix products together
-LOADERS = 4  # warps, one on each scheduler of a multiprocessor: a consumer's warp that shares its scheduler with more falls behind
-MATRIX_ROWS = 64  # query rows of a matrix product of a warpgroup
+# Warps that load: of keys and of values, or two of each, one on each scheduler of a multiprocessor: a consumer's warp that shares
+# its scheduler with more falls behind. Registers are those of a warpgroup: warps that are not there have theirs.
+LOADERS = (2, 4)
+LOADER_WARPS = 4
+MOST_REGISTERS = 240  # of a thread of a consumer
+RESERVED_SHARED = 1024  # bytes of shared memory that the system takes of every program; what a single one may have is without them
 LEAST_PAGE = 16
 
 
@@ -20,9 +24,19 @@ class Shape:
     variant: Variant
 
     @property
+    def consumers(self) -> int:
+        """Groups of warps that compute, MATRIX_ROWS of a row block each."""
+        return self.variant.config.block_m // MATRIX_ROWS
+
+    @property
+    def loaders(self) -> int:
+        """Warps that load, one of LOADERS."""
+        return self.variant.tunable("loaders", max(LOADERS))
+
+    @property
     def total_warps(self) -> int:
         """Warps of a program."""
-        return CONSUMERS * CONSUMER_WARPS + LOADERS
+        return self.consumers * CONSUMER_WARPS + LOADER_WARPS
 
     @property
     def block_tokens(self) -> int:
@@ -50,25 +64,36 @@ class Shape:
         return self.query_slots > 1 and not self.narrow_weights
 
     @property
+    def share_tiles(self) -> bool:
+        """Whether two loaders share a tile; else one copies all of it."""
+        return self.loaders == max(LOADERS)
+
+    @property
     def split_keys(self) -> bool:
         """Whether two loaders share a tile by its keys; where it is one box deep, by its panels."""
-        return self.variant.keys_box < self.variant.config.tile_n
+        return self.share_tiles and self.variant.keys_box < self.variant.config.tile_n
 
     @property
     def loader_boxes(self) -> int:
         """Boxes of a panel that one loader copies."""
-        return max(self.variant.config.tile_n // self.variant.keys_box // 2, 1)
+        boxes = self.variant.config.tile_n // self.variant.keys_box
+        return boxes // 2 if self.split_keys else boxes
 
     @property
     def loader_registers(self) -> int:
-        """Registers of a thread of a loader: what its loop needs, or where accumulators are wide the least there is."""
-        return 40 if self.variant.block_v <= 64 else 24
+        """Registers of a thread of a loader: what its loop needs, or where accumulators are wide beside two consumers the least there is."""
+        return 40 if self.variant.block_v <= 64 or self.consumers == 1 else 24
 
     @property
     def consumer_registers(self) -> int:
         """Registers of a thread of a consumer: what the loaders leave of `maxnreg` for each warp."""
         pool = self.variant.tunable("maxnreg", 0) * self.total_warps
-        return (pool - self.loader_registers * LOADERS) // (CONSUMERS * CONSUMER_WARPS)
+        return (pool - self.loader_registers * LOADER_WARPS) // (self.consumers * CONSUMER_WARPS)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a program."""
+        return self.variant.tunable("maxnreg", 0) * self.total_warps * 32
 
     @property
     def shared_bytes(self) -> int:
@@ -76,7 +101,7 @@ class Shape:
         g, c, v = self.variant.geometry, self.variant.config, self.variant
         queries = self.query_slots * c.block_m * v.block_qk * g.itemsize
         rings = c.num_stages * c.tile_n * (v.block_qk + v.block_v) * g.itemsize
-        rows = CONSUMERS * MATRIX_ROWS * max(v.block_v, 128) * g.itemsize // 2
+        rows = c.block_m * max(v.block_v, 128) * g.itemsize // 2
         return queries + rings + rows + 1024
 
     def view(self) -> dict:
@@ -85,7 +110,11 @@ class Shape:
         return {
             "total_warps": self.total_warps,
             "maxnreg": self.variant.tunable("maxnreg", 0),
-            "consumers": CONSUMERS,
+            "consumers": self.consumers,
+            "take_turns": self.consumers > 1,
+            "worker_warps": [CONSUMER_WARPS] * (self.consumers - 1) + [1] * self.loaders,
+            "other_loaders": self.loaders - 1,
+            "share_tiles": self.share_tiles,
             "consumer_threads": CONSUMER_WARPS * 32,
             "consumer_registers": self.consumer_registers,
             "loader_registers": self.loader_registers,

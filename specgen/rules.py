@@ -3,10 +3,12 @@
 Every function returns reasons; None or an empty list means legal. Imports only nouns.
 """
 
+from collections.abc import Sequence
+
 from specgen import decode_ws, prefill_ws
 from specgen.spec import AttentionSpec, Limits, Spec
 from specgen.target import Target
-from specgen.variant import Variant
+from specgen.variant import MATRIX_ROWS, Variant
 
 # Features that need another field to mean anything: (field, is it on?, does the entry allow it?, what is needed and why).
 _CAUSAL = "mask: causal: it narrows or widens what a causal row sees"
@@ -112,6 +114,10 @@ def _copies_and_registers(variant: Variant) -> tuple[tuple[bool, str], ...]:
     )
 
 
+def _either(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
 def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
     """Why decode_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
     g, c, shape = variant.geometry, variant.config, decode_ws.Shape(variant)
@@ -151,7 +157,8 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
     """Why prefill_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
     g, c = variant.geometry, variant.config
     pages = g.page_size >= prefill_ws.LEAST_PAGE and g.page_size & (g.page_size - 1) == 0
-    rows = prefill_ws.CONSUMERS * prefill_ws.MATRIX_ROWS
+    rows = [consumers * MATRIX_ROWS for consumers in prefill_ws.CONSUMERS]
+    shape, programs = prefill_ws.Shape(variant), c.ctas_per_multiprocessor
     needs = (
         (target.arch == "sm_90", f"is written for sm_90, {target.id} is {target.arch}"),
         (variant.aligned, "copies pages by TMA, which needs aligned pointers and strides"),
@@ -160,11 +167,22 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
         (max(g.qk_dim, g.v_dim) <= 256, f"holds heads of up to 256 elements, not {g.qk_dim} and {g.v_dim}"),
         (pages, f"needs pages of a power of two of at least {prefill_ws.LEAST_PAGE} keys, not {g.page_size}"),
         (not (g.alibi or g.prefix_ranges), "implements neither ALiBi nor prefix ranges"),
-        (c.block_m == rows, f"needs row blocks of {rows}, {prefill_ws.MATRIX_ROWS} for each consumer, not {c.block_m}"),
+        (c.block_m in rows, f"needs row blocks of {_either(rows)}, {MATRIX_ROWS} for each consumer, not {c.block_m}"),
         (c.tile_n in (64, 128), f"needs tiles of 64 or 128 keys, not {c.tile_n}"),
         (c.num_warps == prefill_ws.CONSUMER_WARPS, f"needs {prefill_ws.CONSUMER_WARPS} warps a consumer, not {c.num_warps}"),
         (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
+        (shape.loaders in prefill_ws.LOADERS, f"needs {_either(prefill_ws.LOADERS)} loaders, not {shape.loaders}"),
         *_copies_and_registers(variant),
+        (
+            shape.consumer_registers % 8 == 0 and 0 < shape.consumer_registers <= prefill_ws.MOST_REGISTERS,
+            f"leaves {shape.consumer_registers} registers for a thread of a consumer, which takes a multiple of 8, at most "
+            f"{prefill_ws.MOST_REGISTERS}",
+        ),
+        (
+            programs * shape.registers <= target.registers_per_multiprocessor,
+            f"needs {shape.registers} registers for each of {programs} programs, a multiprocessor of {target.id} has "
+            f"{target.registers_per_multiprocessor}",
+        ),
     )
     return next((f"prefill_ws {reason}" for is_met, reason in needs if not is_met), None)
 
@@ -186,4 +204,8 @@ def why_not(variant: Variant, target: Target, limits: Limits) -> str | None:
     needed, available = shared_bytes(variant, target.vendor), target.shared_memory_per_block
     if needed > available:
         return f"needs {needed} bytes of shared memory per block, {target.id} has {available}"
+    programs = variant.config.ctas_per_multiprocessor
+    each = (available + prefill_ws.RESERVED_SHARED) // programs - prefill_ws.RESERVED_SHARED
+    if variant.family == "prefill_ws" and needed > each:
+        return f"needs {needed} bytes of shared memory per block, {target.id} has {each} for each of {programs}"
     return None

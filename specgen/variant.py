@@ -13,12 +13,14 @@ ATTENTION_FAMILIES = (*ROLES, "varlen")
 GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
+# Query rows of a tile that one matrix product of four warps multiplies: what one copy moves of q.
+MATRIX_ROWS = 64
 # Extent of a dimension of a tensor map that nothing is beyond: coordinates are made from a block table and are in range.
 UNBOUNDED = (1 << 31) - 1
 # Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
 # alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, the percentage of the
-# multiprocessors that a launch takes, keys of a box.
-TUNABLES = ("align", "fetch", "heads", "share", "unit")
+# multiprocessors that a launch takes, keys of a box. prefill_ws: warps that load.
+TUNABLES = ("align", "fetch", "heads", "loaders", "share", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
@@ -194,9 +196,8 @@ class Variant:
 
     @property
     def query_box(self) -> tuple[int, int]:
-        """(heads, tokens) of the query rows that one copy moves: half a row block, heads of one key/value head packed."""
-        heads = self.packed_heads
-        return heads, max(self.config.block_m // 2 // heads, 1)
+        """(heads, tokens) of the query rows that one copy moves: a consumer's, heads of one key/value head packed."""
+        return self.packed_heads, MATRIX_ROWS // self.packed_heads
 
     @property
     def packed_heads(self) -> int:

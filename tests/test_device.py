@@ -232,6 +232,27 @@ def test_threads_load_a_kernel_once(gpu):
     assert len(fake.standin.logged("cuModuleLoadData")) == 5
 
 
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_a_kernel_is_told_how_many_programs_begin_late(gpu, monkeypatch, ctas):
+    """Those of the multiprocessors that it finds taken."""
+    operands = {"q": ("token", "head"), "k_cache": ("page", "slot", "head"), "v_cache": ("page", "slot", "head")}
+    maps = [
+        {
+            "name": f"{operand[0]}_map", "tensor": f"{operand}_ptr", "dtype": "bfloat16", "extents": [64] * (len(dims) + 1),
+            "strides": [f"{operand}_stride_{dim}" for dim in dims], "box": [1] * len(dims) + [64], "swizzle": 128,
+        }
+        for operand, dims in operands.items()
+    ]  # fmt: skip
+    facts = {"ctas_per_multiprocessor": ctas, "tensor_maps": maps}
+    device = gpu({"pre": variant("prefill_ws", sm_90={}) | facts, "small": variant(sm_90={})}).open()
+    launcher, late = sys.modules[f"{type(device).__module__.rpartition('.')[0]}.launcher"], []
+    bind = launcher.bind
+    monkeypatch.setattr(launcher, "bind", lambda driver, index, launch: late.append(launch.late) or bind(driver, index, launch))
+    assert device.beside("pre", 66) is device.beside("pre", 66) is not device.kernel("pre")
+    assert device.beside("small", 66) is device.kernel("small"), "one that does not ask waits"
+    assert late == [None, 66 * ctas, None]
+
+
 @pytest.mark.parametrize(
     ("binary", "device", "runs"),
     [

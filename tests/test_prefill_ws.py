@@ -7,7 +7,7 @@ import importlib.util
 import os
 import random
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from ptx_machine import Heap, Machine, TensorMap  # noqa: E402
 
 from specgen.aot import compile_all
 from specgen.binary import CompileJob
-from specgen.prefill_ws import CONSUMER_WARPS, LOADERS, Shape
+from specgen.prefill_ws import CONSUMER_WARPS, LOADER_WARPS, Shape
 from specgen.render import kernel_source
 from specgen.resources import machine_code
 from specgen.rules import why_not
@@ -36,21 +36,26 @@ torch.set_num_threads(1)  # tensors are small
 GEOMETRY = Geometry(4, 1, 64, 64, "bfloat16", 16, 64**-0.5, "causal")
 H200 = load_targets()["h200"]
 LIMITS = Limits(max_seqs=256, max_seq_len=131072, max_tokens=16384, max_spec_tokens=8)
-PARTITIONS = [CONSUMER_WARPS, CONSUMER_WARPS, *[1] * LOADERS]
+# What a configuration says of one consumer, two programs a multiprocessor.
+ONE = {"block_m": 64, "tile_n": 64, "num_stages": 2, "ctas_per_multiprocessor": 2, "options": (("maxnreg", 128),)}
+TWO_LOADERS = ONE | {"options": (("loaders", 2), ("maxnreg", 128))}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A variant over batches: its geometry's changes, rows that it leaves to decode, programs of a launch, layout of the caches."""
+    """A variant over batches: its geometry's changes, rows that it leaves to decode, programs of a launch, layout of the caches,
+    what is not as in the preferred configuration.
+    """
 
     changes: dict
     max_query_len: int = 8
     programs: int = 3
     layout: str = "NHD"
+    config: dict = field(default_factory=dict)
 
     @property
     def variant(self) -> Variant:
-        return preferred(replace(GEOMETRY, **self.changes), self.max_query_len)
+        return preferred(replace(GEOMETRY, **self.changes), self.max_query_len, **self.config)
 
     @property
     def case(self) -> Case:
@@ -61,13 +66,16 @@ class Run:
         )  # fmt: skip
 
 
-def preferred(geometry: Geometry, max_query_len: int = 8) -> Variant:
-    """The first legal specialization."""
+def preferred(geometry: Geometry, max_query_len: int = 8, **config) -> Variant:
+    """The first legal specialization, but for what `config` says."""
     found = [
         Variant("prefill_ws", geometry, config, True, 256, max_query_len)
         for config in candidates("prefill_ws", geometry, H200, True, max_query_len)
     ]
-    return next(variant for variant in found if why_not(variant, H200, LIMITS) is None)
+    first = next(variant for variant in found if why_not(variant, H200, LIMITS) is None)
+    variant = replace(first, config=replace(first.config, **config))
+    assert why_not(variant, H200, LIMITS) is None
+    return variant
 
 
 WIDE = {"query_heads": 2, "qk_dim": 128, "v_dim": 128}
@@ -83,6 +91,11 @@ RUNS = {
     "dim_80": Run(WIDE | {"qk_dim": 80, "v_dim": 80}),
     "dim_256": Run({"query_heads": 2, "qk_dim": 256, "v_dim": 256}),
     "dims_192_128_page_32": Run({"query_heads": 2, "kv_heads": 2, "qk_dim": 192, "v_dim": 128, "page_size": 32}),
+    "one_consumer": Run({}, config=ONE | {"tile_n": 128}),
+    "one_consumer_dim_128_gqa": Run(WIDE | {"query_heads": 4}, config=ONE),
+    "one_consumer_dim_128_window_sinks": Run(WIDE | {"sliding_window": 300, "sinks": True}, config=ONE),
+    "two_loaders_group_16_chunk": Run({"query_heads": 16, "chunk": 96}, config=TWO_LOADERS | {"num_stages": 3}),
+    "two_loaders_dim_80_page_64": Run(WIDE | {"qk_dim": 80, "v_dim": 80, "page_size": 64}, config=TWO_LOADERS),
 }
 # (query rows, keys before them): aligned and unaligned ends, chunks, sequences of decode, without rows, without keys.
 BATCH = Batch("mixed", ((128, 0), (9, 31), (8, 42), (0, 5), (70, 200), (10, -10), (12, -7), (33, 350)))
@@ -158,7 +171,8 @@ def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int
     positions, _ = resolve(call, variant.arguments, variant.tensor_maps)
     made = [TensorMap.of(each, dict(zip((argument.name for argument in call), given))) for each in variant.tensor_maps]
     params = [given[p] if p >= 0 else {ZERO: 0, LATE: late}.get(p) if p > FIRST_MAP else made[FIRST_MAP - p] for p in positions]
-    machine = Machine(ptx, heap, params, PARTITIONS, run.programs, seed)
+    partitions = [CONSUMER_WARPS] * Shape(variant).consumers + [1] * LOADER_WARPS
+    machine = Machine(ptx, heap, params, partitions, run.programs, seed)
     machine.run()
     for tensor in (pool.out, lse, tensors["tickets"]):
         raw = heap.get(places[tensor.untyped_storage().data_ptr()], memory(tensor))
@@ -203,7 +217,7 @@ def test_many_sequences(compiled):
     check(RUNS["gqa"], compiled(RUNS["gqa"].variant), MANY, "plain")
 
 
-@pytest.mark.parametrize("name", ["gqa", "dim_128_window", "dim_256"])
+@pytest.mark.parametrize("name", ["gqa", "dim_128_window", "dim_256", "one_consumer_dim_128_gqa"])
 def test_no_bit_depends_on_the_other_sequences(compiled, name):
     """Which program takes an item, and after which other, the batch decides."""
     run, ptx, start = RUNS[name], compiled(RUNS[name].variant), 0
@@ -279,13 +293,23 @@ BUDGETS = {
 }
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+CONFIGS = {
+    "one_consumer": ("llama", ONE),
+    "two_loaders": ("llama", TWO_LOADERS),
+    "one_consumer_dim_64": ("dim_64", ONE | {"tile_n": 128}),
+    "one_consumer_window_sinks": ("window_sinks", ONE),
+}
+
+
+@pytest.mark.parametrize("name", [*BUDGETS, *CONFIGS])
 def test_binaries_keep_to_their_budgets(name):
     """No spill in a loop, asynchronous products and copies by tensor map, as much shared memory as is stated."""
-    variant = preferred(BUDGETS[name])
+    geometry, config = CONFIGS.get(name, (name, {}))
+    variant = preferred(BUDGETS[geometry], **config)
     (binary,) = compile_all([job(variant)]).values()
-    assert binary.main_loop_spills == 0 and binary.registers == 168
-    assert binary.num_threads == 32 * Shape(variant).total_warps and binary.occupancy >= 1
+    assert binary.main_loop_spills == 0 and binary.registers == variant.tunable("maxnreg", 0)
+    assert binary.num_threads == 32 * Shape(variant).total_warps
+    assert binary.occupancy >= variant.config.ctas_per_multiprocessor
     assert binary.shared_bytes <= Shape(variant).shared_bytes <= binary.shared_bytes + 4096
     code = machine_code(binary.data)
     assert "HGMMA" in code and "UTMALDG.3D" in code
@@ -303,11 +327,16 @@ def test_binaries_keep_to_their_budgets(name):
         ({"qk_dim": 100, "v_dim": 100}, {}, "heads of a multiple of 16 bytes, not 100 and 100"),
         ({"qk_dim": 512, "v_dim": 512}, {}, "heads of up to 256"),
         ({"alibi": True}, {}, "neither ALiBi nor prefix ranges"),
-        ({}, {"block_m": 64}, "row blocks of 128, 64 for each consumer, not 64"),
+        ({}, {"block_m": 256}, "row blocks of 64 or 128, 64 for each consumer, not 256"),
         ({}, {"tile_n": 256}, "tiles of 64 or 128 keys, not 256"),
         ({}, {"num_warps": 8}, "needs 4 warps a consumer, not 8"),
         ({}, {"num_stages": 1}, "needs 2 tiles in flight, not 1"),
         ({}, {"options": ()}, "needs option maxnreg"),
+        ({}, {"options": (("loaders", 3), ("maxnreg", 168))}, "needs 2 or 4 loaders, not 3"),
+        ({}, {"options": (("maxnreg", 176),)}, "leaves 244 registers for a thread of a consumer, which takes a multiple of 8, at most 240"),
+        ({}, {"ctas_per_multiprocessor": 2}, "needs 64512 registers for each of 2 programs, a multiprocessor of h200 has 65536"),
+        ({}, ONE | {"tile_n": 128, "num_stages": 3}, "needs 123904 bytes of shared memory per block, h200 has 115712 for each of 2"),
+        ({"qk_dim": 256, "v_dim": 256}, ONE, "bytes of shared memory per block, h200 has 115712 for each of 2"),
         ({}, {"num_stages": 8}, "bytes of shared memory per block, h200 has"),
     ],
 )

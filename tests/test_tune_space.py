@@ -87,6 +87,14 @@ def test_warps_that_share_an_accumulator_are_not_counted_by_their_number():
     assert not space.space("prefill_ws", wide, [TARGETS["a100_sxm"]], LIMITS, 8).variants
 
 
+def test_one_consumer_with_two_programs_a_multiprocessor_is_tried():
+    tried = [v.config for v in space.space("prefill_ws", LLAMA, [TARGETS["h200"]], LIMITS, 8).variants]
+    assert tried[0].block_m == 128, "what is known comes first"
+    one = [config for config in tried if config.block_m == 64]
+    assert {dict(config.options).get("loaders") for config in one} == {None, 2}
+    assert {(config.tile_n, config.num_stages, config.ctas_per_multiprocessor) for config in one} == {(64, 2, 2)}
+
+
 def test_decode_takes_no_more_rows_than_it_has():
     assert {v.config.block_m for v in space.space("decode", LLAMA, [TARGETS["h200"]], LIMITS, 1).variants} == {16}
     assert {v.config.block_m for v in space.space("decode", LLAMA, [TARGETS["h200"]], LIMITS, 8).variants} == {16, 32}

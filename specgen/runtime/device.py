@@ -21,7 +21,7 @@ from types import ModuleType
 
 import torch
 
-from . import choice, jit, launcher
+from . import choice, jit, launcher, sizes
 from .arguments import LATE_PROGRAMS, variant_arguments, variant_call_arguments
 from .driver import CudaDriver, DeviceProperties, HipDriver, open_driver
 from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError
@@ -213,7 +213,8 @@ class _Gpu(Device):
         launch = self._launches[symbol]
         if all(argument.name != LATE_PROGRAMS for argument in launch.arguments):
             return None
-        return launcher.bind(self.driver, self.index, launch._replace(late=late))
+        programs = sizes.grid(late, self.manifest["variants"][symbol]["ctas_per_multiprocessor"])
+        return launcher.bind(self.driver, self.index, launch._replace(late=programs))
 
 
 class BinaryDevice(_Gpu):
