@@ -10,6 +10,7 @@ from specgen.spec import AttentionSpec, Spec
 from specgen.target import Target
 from specgen.tuning import candidates
 from specgen.tuning.choose import Choice, Decision, choose
+from specgen.tuning.grid import held_out
 from specgen.tuning.records import Launch, Measurement, Schedule, attention_part
 from specgen.tuning.tree import leaves, replace_leaves
 from specgen.variant import GLUON_FAMILIES, Geometry, Variant
@@ -216,6 +217,7 @@ class _Site:
             defaults=defaults,
             known=self.known,
             fits=lambda schedule: self.unfit(schedule, aligned),
+            held_out={workload.name for workload in held_out(self.spec.limits.model_dump())} if measurements else (),
             refused="batch_invariant leaves nothing to choose by the batch" if self.spec.batch_invariant else "",
         )
 

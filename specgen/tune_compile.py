@@ -24,7 +24,7 @@ from specgen.spec import Spec
 from specgen.target import Target, load_targets
 from specgen.toolchain import ptxas_versions, triton_version
 from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, to_json, tuning_folder
-from specgen.tuning.grid import STEP, grid
+from specgen.tuning.grid import STEP, grid, held_out
 from specgen.tuning.records import Launch, attention_part, kernel_digest
 from specgen.tuning.space import ORIGIN, families, sample, space
 from specgen.variant import Geometry, Variant
@@ -140,6 +140,7 @@ def _make_bundle(loaded: Loaded, arch: str, targets, build_dir: Path, choice: Ch
     package = _package(loaded, good, _skeleton(loaded, untuned, cache))
     binaries = {(kernel.symbol, arch): outcomes[kernel.symbol] for kernel in good if choice.binaries}
     launcher = build_launcher(RUNTIME, cache=cache, warn=warn) if choice.binaries else None
+    limits = spec.limits.model_dump()
     bundle = Bundle(
         folder=tuning_folder(build_dir, spec.name) / arch,
         package=package.package,
@@ -151,7 +152,7 @@ def _make_bundle(loaded: Loaded, arch: str, targets, build_dir: Path, choice: Ch
         aligned=True,
         query_lens=decode_query_lens(spec),
         groups=tuple(groups.values()),
-        workloads=tuple(workload.name for workload in grid(spec.limits.model_dump(), choice.step)),
+        workloads=tuple(workload.name for workload in (*grid(limits, choice.step), *held_out(limits))),
     )
     files = pipeline.package_files(package, binaries, launcher)
     _write(bundle, {f"{bundle.package}/{name}": content for name, content in files.items()} | {FILE: to_json(bundle)})

@@ -51,7 +51,7 @@ EXTRA = {
     "hf_config": "hf_models",
     "hf": "hf_config hf_facts",
     # Enumerating asks what is preferred, what is legal, and what was measured.
-    "expand": "rules runtime.arguments tuning tuning.choose tuning.tree",
+    "expand": "rules runtime.arguments tuning tuning.choose tuning.grid tuning.tree",
     "measured": "expand load plan render runtime.arguments toolchain tuning.current tuning.jsonl tuning.shipped",
     "tuning.shipped": "tuning.jsonl",
     "tuning.store": "tuning.jsonl",

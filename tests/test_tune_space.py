@@ -193,6 +193,14 @@ def test_mistakes_of_a_trace_are_named_by_line(tmp_path):
         grid.read_trace(path, LIMITS.model_dump())
 
 
+def test_held_out_batches_are_drawn_within_the_limits_and_none_of_the_grid():
+    limits = LIMITS.model_dump()
+    found = grid.held_out(limits)
+    assert found == grid.held_out(limits) and all(workload.beyond(limits) is None for workload in found)
+    assert Counter(workload.kind for workload in found) == dict.fromkeys(("dec", "spec", "pre", "chunk", "mixed"), grid.HELD_OUT)
+    assert not {workload.seqs for workload in found} & {workload.seqs for workload in grid.grid(limits)}
+
+
 # Problems
 
 
@@ -236,6 +244,17 @@ def test_the_best_of_each_role_meet_and_the_untuned_pair_comes_first():
     assert alone == ["prefill0_5", "prefill0_4", "prefill0_3", "prefill0_2"]
     assert [w.name for w in problem.workloads] == ["pre b1 2k", "chunk q64 of 2k", "mixed pre b1 2k + dec b4 k4k"]
     assert all(len(entry.digests) == len(entry.schedule.launches) for entry in problem.entries)
+
+
+def test_a_decode_that_leaves_multiprocessors_competes_only_beside_a_prefill():
+    bundle, group, workloads = bundle_of(decode=6)
+    launch = Launch("decode_ws", Config(16, 64, 4, 6, 1, (("share", 50),)))
+    group = replace(group, candidates=(*group.candidates, Candidate("decode", launch, 8, "shares", "shares")))
+    assert all(entry.kernels.decode != "shares" for p in single_problems(bundle, group, workloads) for entry in p.entries)
+    times = {Kernels(decode=f"decode8_{n}"): {"spec b2 q4 k4k": 10.0 - n} for n in range(6)}
+    (problem,) = joint_problem(bundle, group, workloads, times)
+    beside = [entry for entry in problem.entries if entry.kernels.decode == "shares"]
+    assert len(beside) == 3 and all(entry.schedule.prefill for entry in beside)
 
 
 def test_a_bundle_of_one_role_has_no_joint_problem():

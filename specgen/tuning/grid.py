@@ -9,7 +9,7 @@ from itertools import product
 from math import isqrt
 from pathlib import Path
 
-from specgen.bench.workloads import Workload, parse, spell
+from specgen.bench.workloads import KINDS, Workload, parse, random_workloads, spell
 from specgen.dtypes import DTYPES
 from specgen.errors import Diagnostic, SpecError, shown
 
@@ -17,6 +17,8 @@ STEP = 4  # factor between neighbours of the grid
 SHORTEST = 64  # keys of the smallest batches
 _COARSE = 2  # the exponent of the factor where three lengths vary at once
 _RAGGED_SEED = 1
+HELD_OUT = 8  # of each kind
+_HELD_OUT_SEED = 1
 
 
 def grid(limits: Mapping[str, int], step: int = STEP) -> list[Workload]:
@@ -35,6 +37,13 @@ def grid(limits: Mapping[str, int], step: int = STEP) -> list[Workload]:
     ]
     workloads = (parse(name) for name in dict.fromkeys(found))
     return [workload for workload in workloads if workload.beyond(limits) is None]
+
+
+def held_out(limits: Mapping[str, int]) -> list[Workload]:
+    """Random batches of every kind that judge a tree and are never fitted to: measured like the grid's, which they are none of."""
+    known = {workload.seqs for workload in grid(limits)}
+    drawn = (workload for kind in KINDS for workload in random_workloads(kind, HELD_OUT, limits, _HELD_OUT_SEED))
+    return [workload for workload in drawn if workload.seqs not in known]
 
 
 def _decode(limits: Mapping, step: int, coarse: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Fault rows 1 to 7, 9 to 12, 14, 15 and 20 to 24 on a GPU, over installed packages built from
+"""Fault rows 1 to 12, 14, 15 and 20 to 24 on a GPU, over installed packages built from
 tests/gpu/specs.py; the rows of windows, sinks and the like are in feature_faults.py.
 
     python tests/gpu/specs.py build/fault_specs && (specgen build each, pip install each)
@@ -141,6 +141,7 @@ class Subject:
                     worst = max(worst, self.error(found, case))
                 bits[fill] = testing.bits(pool.result())
                 assert pool.canaries_intact(), f"filled with {fill}: wrote outside its rows"
+                testing.assert_scratch_sound(workspace, f"filled with {fill}")
             assert torch.equal(bits[0.0], bits[NAN]), f"{options}: NaN around the keys changes the result"
             assert torch.equal(bits[0.0], bits[INF]), f"{options}: Inf around the keys changes the result"
         workspace = self.package.workspace(self.device)
@@ -232,6 +233,15 @@ def sweep(table: Table, subject: Subject) -> None:
         table.run(
             "4 empty split", subject.name, f"{case.layer}, merge", lambda: subject.check_empty_merge(case)
         )
+
+
+def scratch(table: Table, subject: Subject) -> None:
+    """Row 8: 64 sequences of 2 rows over 500 keys, then one of 8; `check_batch` looks behind every array of the scratch."""
+    for case in subject.cases():
+        for batch in (((2, 498),) * 64, ((8, 492),)):
+            named = subject.testing.Batch(f"{len(batch)} sequences", batch)
+            label = f"{case.layer}, {named.name}"
+            table.run("8 scratch per row", subject.name, label, lambda: subject.check_batch(case, named, "plain"))
 
 
 def far_pages(table: Table, subject: Subject) -> None:
@@ -354,6 +364,7 @@ def main() -> int:
         subject = Subject(name)
         sweep(table, subject)
         feature_rows(table, subject)
+        scratch(table, subject)
         far_pages(table, subject)
         processes(table, subject)
         mode = "triton" in sys.modules and getattr(sys.modules["triton"], "__file__", None)

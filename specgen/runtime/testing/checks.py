@@ -18,7 +18,8 @@ from .. import reference
 from ..device import Device
 from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, edge_batches, fit
 from .packed import PackedPool
-from .pools import CANARY, Pool, bits
+from .pools import Pool, bits
+from .scratch import assert_scratch_sound, poisoned_workspace
 
 NAN, INF = float("nan"), float("inf")
 INTERPRETED_TOKENS = 64  # of append_kv and merge_states: the interpreter takes milliseconds for each
@@ -77,7 +78,7 @@ def check_attention(package, case: Case, batch: str) -> None:
             if pool.tokens:
                 _assert_chosen(serving, case, row, pool, max_seqlen_q=bound)
             seen = _run(serving, pool, expected, label, seen, max_seqlen_q=bound, workspace=workspace)
-            assert_counters_clear(workspace, label)
+            assert_scratch_sound(workspace, label)
 
 
 def check_varlen(package, case: Case, batch: str) -> None:
@@ -114,7 +115,7 @@ def check_graph_replay(package, case: Case) -> None:
         workspace = poisoned_workspace(serving, device)
         options = dict(max_seqlen_q=row.max_query_len, workspace=workspace)
         _replay(serving, case, row, Pool, device, fitted, row.min_query_len, **options)
-        assert_counters_clear(workspace, case.symbol)
+        assert_scratch_sound(workspace, case.symbol)
 
 
 def check_append_kv(package, case: Case, tokens: int) -> None:
@@ -195,21 +196,6 @@ def assert_matches(
     assert found.within(bounds), f"{label}: {found}, allowed {bounds}"
     assert pool.canaries_intact(), f"{label}: wrote outside the output rows of the batch"
     return found
-
-
-def poisoned_workspace(package, device: torch.device):
-    """A caller-owned workspace whose scratch holds canary bytes; the counters are zero, as the contract wants
-    them.
-    """
-    workspace = package.workspace(device)
-    for scratch in (workspace.partial_acc, workspace.partial_ml):
-        scratch.view(torch.uint8).fill_(CANARY)
-    return workspace
-
-
-def assert_counters_clear(workspace, label: str) -> None:
-    """Assert that every kernel reset the counters it used."""
-    assert not workspace.counters.any(), f"{label}: counters of the workspace are not zero after the launch"
 
 
 def open_device(package, device: torch.device) -> Device:

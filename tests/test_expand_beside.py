@@ -1,0 +1,47 @@
+"""Untuned, decode leaves multiprocessors to a prefill that can run beside it, and only then."""
+
+import pytest
+
+from specgen.expand import expand
+from specgen.load import loads
+from specgen.runtime import sizes
+from specgen.runtime.arguments import LATE_PROGRAMS
+from specgen.target import load_targets
+from specgen.tuning.tree import leaves
+
+SPEC = (
+    "version: 1\nname: tiny\ndtype: {dtype}\nattention:\n"
+    "  - {{name: global, layers: all, query_heads: 8, kv_heads: 2, head_dim: {dim}{more}}}\n"
+    "kv_cache: {{dtype: {dtype}, page_size: 16}}\ntensor_parallel: [1]\ntargets: [{target}]\n"
+    "limits: {{max_seqs: 16, max_seq_len: 2048, max_tokens: 256, max_spec_tokens: 4}}\n"
+)
+
+
+def routes(target="h200", dtype="bfloat16", dim=64, more=""):
+    found = expand(loads(SPEC.format(target=target, dtype=dtype, dim=dim, more=more)).spec, load_targets())
+    return [route for dispatch in found.dispatch for route in leaves(dispatch.tree)]
+
+
+def share(variant) -> int:
+    return variant.tunable("share", 100)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_beside_a_prefill_of_its_architecture(dim):
+    both = [route for route in routes(dim=dim) if route.decode and route.prefill and route.decode.aligned]
+    assert both and all(share(route.decode) == 50 for route in both)
+    assert all(any(a.name == LATE_PROGRAMS for a in route.prefill.arguments) for route in both)
+    assert all(share(route.decode) == 100 for route in routes(dim=dim) if not route.prefill)
+
+
+@pytest.mark.parametrize("options", [{"target": "a100_sxm"}, {"dtype": "float32"}, {"more": ", prefix_ranges: true"}])
+def test_not_where_prefill_waits_for_it(options):
+    assert all(share(route.decode) == 100 for route in routes(**options) if route.decode)
+
+
+def test_programs_follow_the_share():
+    whole = {"ctas_per_multiprocessor": 2, "options": {}}
+    half = {"ctas_per_multiprocessor": 1, "options": {"share": 50}}
+    assert (sizes.taken(132, whole), sizes.programs(132, whole)) == (132, 264)
+    assert (sizes.taken(132, half), sizes.programs(132, half)) == (66, 66)
+    assert sizes.programs(1, half) == 1
