@@ -1,5 +1,6 @@
 """Tensor maps through the launcher, on the stand-in driver: what is encoded, what is kept, errors, time; and their types."""
 
+import ctypes
 import sys
 import timeit
 import warnings
@@ -102,6 +103,13 @@ def test_a_launch_that_may_overlap_the_one_before(bench):
         names = [argument.name for argument in arguments("prefill_ws")[3:]]
         assert launch["args"].split(",")[-len(names) - 2 :][names.index("late_programs")] == "66"
         assert launch["args"].split(",")[-len(names) - 2 :][names.index("seq_lens_ptr")] == "2457"
+
+
+@pytest.mark.parametrize(("version", "overlaps"), [(12020, False), (12030, True)])
+def test_launches_overlap_from_the_driver_on_that_captures_them(bench, version, overlaps):
+    bench.standin.set(version=version)
+    driver = bench.modules["driver"].CudaDriver(ctypes.CDLL(str(bench.standin.path)))
+    assert bool(driver.launch_addresses.launch_with) == overlaps
 
 
 def given_maps(launch: dict) -> list[str]:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from .errors import DriverError
 
+# Drivers of CUDA 12.3 and later capture programmatic dependent launches into graphs; before, such a launch fails in a capture.
+_OVERLAPS_FROM = 12030
 # The most dynamic shared memory that a CUDA kernel may use without asking, in bytes.
 _DEFAULT_SHARED_BYTES = 48 * 1024
 # Both vendors' error for the default stream, asked about while another stream is being captured.
@@ -116,13 +118,14 @@ class CudaDriver(Driver):
     launch_function = "cuLaunchKernel"
     capture_function = "cuStreamIsCapturing"
     encode_function = "cuTensorMapEncodeTiled"  # drivers of CUDA 12 and later
-    launch_with_function = "cuLaunchKernelEx"  # drivers of CUDA 11.8 and later
+    launch_with_function = "cuLaunchKernelEx"
 
     def __init__(self, library: ctypes.CDLL):
         super().__init__(library)
         _declare(
             library,
             cuInit=[c_uint],
+            cuDriverGetVersion=[c_void_p],
             cuDeviceGet=[c_void_p, c_int],
             cuDeviceGetName=[c_char_p, c_int, c_int],
             cuDeviceGetAttribute=[c_void_p, c_int, c_int],
@@ -147,6 +150,10 @@ class CudaDriver(Driver):
             sizes = [c_void_p] * 4  # extents, strides, box, steps
             encode = [c_void_p, c_int, c_uint, c_void_p, *sizes, c_int, c_int, c_int, c_int]
             _declare(library, **{self.encode_function: encode})
+        version = c_int()
+        self.call("cuDriverGetVersion", byref(version))
+        if version.value < _OVERLAPS_FROM:
+            self.launch_addresses = self.launch_addresses._replace(launch_with=0)
         if self.launch_addresses.launch_with:
             _declare(library, **{self.launch_with_function: [c_void_p] * 4})
 

@@ -21,6 +21,11 @@ CUresult cuInit(unsigned flags) {
     return (CUresult)standin_get("fail_init");
 }
 
+CUresult cuDriverGetVersion(int *version) {
+    *version = standin_get("version");
+    return CUDA_SUCCESS;
+}
+
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     if (ordinal < 0 || ordinal >= standin_get("devices"))
         return CUDA_ERROR_INVALID_DEVICE;

@@ -23,6 +23,7 @@ static struct setting {
     {"shared", 0, 0},      {"max_threads", 1024, 1024}, {"capturing", 0, 0},     {"fail_init", 0, 0},
     {"fail_load", 0, 0},   {"fail_function", 0, 0},   {"fail_launch", 0, 0},   {"fail_enter", 0, 0},
     {"fail_leave", 0, 0},  {"fail_capturing", 0, 0},  {"fail_encode", 0, 0},   {"record", 1, 1},
+    {"version", 13000, 13000},
 };
 
 static int *standin_find(const char *name) {
