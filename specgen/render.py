@@ -122,6 +122,7 @@ def _common_view(variant: Variant) -> dict:
         "num_warps": c.num_warps,
         "num_stages": c.num_stages,
         "ctas_per_multiprocessor": c.ctas_per_multiprocessor,
+        "share": variant.tunable("share", None),
         "tuning": c.origin,
         "aligned": variant.aligned,
         "alignment": g.alignment,

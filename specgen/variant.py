@@ -255,7 +255,7 @@ class Variant:
         """Key tiles at least of such a split, but for a sequence's last."""
         return sizes.split_tiles(self.config.tile_n)
 
-    def tunable(self, name: str, default: int) -> int:
+    def tunable(self, name: str, default: int | None) -> int | None:
         """An option of the configuration."""
         return dict(self.config.options).get(name, default)
 
