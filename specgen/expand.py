@@ -161,6 +161,7 @@ def expand(
     for name in spec.targets:
         by_arch.setdefault(targets[name].arch, []).append(targets[name])
     measurements = tuple(measurements)
+    judges = frozenset(workload.name for workload in held_out(spec.limits.model_dump())) if measurements else frozenset()
     uses: list[Use] = []
     dispatch: list[Dispatch] = []
     rejections: dict[Rejection, None] = {}
@@ -170,7 +171,7 @@ def expand(
             for degree in spec.tensor_parallel:
                 shape = geometry(spec, entry, degree)
                 owner = f"attention {entry.name!r}, tensor_parallel {degree}"
-                site = _Site(spec, targets, arch_targets, shape, owner, over_budget or {}, rejections)
+                site = _Site(spec, targets, arch_targets, shape, owner, over_budget or {}, rejections, judges)
                 for aligned in (True, False):
                     tree, choice = site.attention(aligned, measurements)
                     dispatch.append(Dispatch(arch, entry.name, degree, aligned, tree, choice))
@@ -196,6 +197,7 @@ class _Site:
     owner: str
     over_budget: Mapping[tuple[str, str], str]
     rejections: dict[Rejection, None]
+    judges: frozenset[str]  # workloads that no tree is fitted to
 
     def attention(self, aligned: bool, measurements: tuple[Measurement, ...]) -> tuple[object, Choice]:
         """The tree over Routes, and the choice behind it."""
@@ -217,7 +219,7 @@ class _Site:
             defaults=defaults,
             known=self.known,
             fits=lambda schedule: self.unfit(schedule, aligned),
-            held_out={workload.name for workload in held_out(self.spec.limits.model_dump())} if measurements else (),
+            held_out=self.judges,
             refused="batch_invariant leaves nothing to choose by the batch" if self.spec.batch_invariant else "",
         )
 

@@ -202,6 +202,13 @@ def test_lists_hold_distinct_workloads():
         assert shares == {0.0: 8 * keys, 0.5: 8 * keys, 1.0: 8 * keys}
 
 
+@pytest.mark.parametrize("kind", ["dec", "spec", "pre", "chunk", "mixed"])
+def test_random_workloads_of_limits_without_room_end(kind):
+    limits = {"max_seqs": 1, "max_seq_len": 1, "max_tokens": 1}
+    found = random_workloads(kind, 4, limits)
+    assert len(found) == (0 if kind == "mixed" else 4) and all(w.beyond(limits) is None for w in found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_workloads(kind):
     limits = {"max_seqs": 40, "max_seq_len": 3000, "max_tokens": 2000}

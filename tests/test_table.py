@@ -78,9 +78,9 @@ def test_list_order_never_decides():
         assert forward.attention(*key) is backward.attention(*key)
 
 
-def test_launch_order_is_prefill_then_decode():
+def test_launch_order_is_decode_then_prefill():
     row = whole().attention("sm_90", "all", 8, 2, True, bounds(5))
-    assert row.symbols == (row.prefill, row.decode)
+    assert row.symbols == (row.decode, row.prefill)
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ STEPS = _all(
     *("dec b1 k1k", "dec b1 k8k", "dec b1 k32k", "dec b8 k4k", "dec b32 k1k", "dec b32 k2k", "dec b32 k4k"),
 )
 NO_LIMIT = {"max_seqs": 256, "max_seq_len": 131072, "max_tokens": 16384}
+_TRIES = 50  # draws for each random workload
 MOST_KEYS = 1 << 19  # of a random batch, all sequences together: 2 GiB of cache at 8 kv heads of 128
 # Of the lists random-decode and random-prefill: EACH batches of each of so many sequences.
 EACH, DECODE_SEQS, PREFILL_SEQS = 8, (1, 3, 17, 256, 1000), (1, 3, 8, 23, 64)
@@ -277,13 +278,16 @@ def standard(layer: Mapping) -> tuple[Workload, ...]:
 def random_workloads(
     kind: str, count: int, limits: Mapping = NO_LIMIT, seed: int = 0
 ) -> tuple[Workload, ...]:
-    """`count` random workloads of a kind within a package's limits, the same for the same seed.
+    """`count` random workloads of a kind within a package's limits, the same for the same seed; fewer, perhaps none, where
+    the limits have hardly room for the kind, such as two sequences in calls of one token.
 
     Batch sizes and lengths are drawn evenly on a logarithmic scale; half of the decode and prefill batches
     are ragged. Their names say their lengths, so `parse` reads them back.
     """
     random, found = Random(f"{kind} {seed}"), []
-    while len(found) < count:
+    for _ in range(_TRIES * count):
+        if len(found) == count:
+            break
         name = (
             _random_mixed(random, limits)
             if kind == "mixed"
@@ -310,7 +314,7 @@ def _random_part(kind: str, random: Random, limits: Mapping) -> str:
     rows, seed = between(2, 8), random.randrange(1000)
     unequal, tail = ("ragged ", f" s{seed}") if random.random() < 0.5 else ("", "")
     if kind == "chunk":
-        return f"b{seqs} q{spell(between(2, keys))} of {spell(keys)}"
+        return f"b{seqs} q{spell(min(between(2, keys), keys))} of {spell(keys)}"
     if kind == "spec":
         return f"b{seqs} q{min(rows, keys)} k{spell(keys)}"
     return f"b{seqs} {unequal}{'k' * (kind == 'dec')}{spell(keys)}{tail}"
