@@ -46,11 +46,11 @@ def test_decode_row(package):
     assert launched(package)[0][1:3] == (6, 0)
 
 
-def test_mixed_row_launches_prefill_then_decode(package):
+def test_mixed_row_launches_decode_then_prefill(package):
     tensors, keywords = batch([(9, 20), (1, 7), (3, 3), (5, 5)])
     out = package.attention(*tensors, **keywords, checks="full")
     torch.testing.assert_close(out.double(), expected(tensors, keywords)[0], rtol=1e-5, atol=1e-5)
-    assert [launch[0] for launch in launched(package)] == ["prefill_global_8_2_a", "decode_global_8_2_a"]
+    assert [launch[0] for launch in launched(package)] == ["decode_global_8_2_a", "prefill_global_8_2_a"]
 
 
 @pytest.mark.parametrize("bound, symbols", [(1, 1), (SPEC, 1), (SPEC + 1, 2), (None, 2), (10**9, 2)])
