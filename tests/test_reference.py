@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from specgen.runtime import reference, testing
+from specgen.runtime.sizes import WorkspaceSize
 from specgen.runtime.table import AppendRow, AttentionRow, MergeRow
 from specgen.runtime.testing import Batch, Case, Pool, checks
+from specgen.runtime.workspace import Workspace
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -412,9 +414,7 @@ class StandIn(types.ModuleType):
         return types.SimpleNamespace(row=self.row)
 
     def workspace(self, device):
-        return types.SimpleNamespace(
-            partial_acc=torch.zeros(4), partial_ml=torch.zeros(4), counters=torch.zeros(4, dtype=torch.int32)
-        )
+        return Workspace(device, WorkspaceSize(partial_acc=4, partial_ml=4, counters=4, tickets=2), None, self)
 
 
 def opened(arch, **stand_ins):
