@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from specgen.errors import BuildError
 from specgen.rules import why_not
-from specgen.runtime.arguments import LATE_PROGRAMS, ROLES
+from specgen.runtime.arguments import ROLES, can_overlap
 from specgen.spec import AttentionSpec, Spec
 from specgen.target import Target
 from specgen.tuning import candidates
@@ -205,7 +205,7 @@ class _Site:
         for bound, launches in _defaults(self.spec):
             variants: dict[str, Variant] = {}
             for role, rows in reversed(launches):
-                beside = "prefill" in variants and any(a.name == LATE_PROGRAMS for a in variants["prefill"].arguments)
+                beside = "prefill" in variants and can_overlap(variants["prefill"].arguments)
                 variants[role] = self.untuned(role, aligned, rows, beside)
             chosen = {role: Launch(variant.family, variant.config) for role, variant in variants.items()}
             schedule = Schedule(chosen.get("decode"), chosen.get("prefill"), launches[0][1])
@@ -259,8 +259,7 @@ class _Site:
         """What takes a role without measurements: the family written for this architecture, where it can, else the plain one;
         `beside`: a prefill can run beside it.
 
-        Over the batches measured on an H200 (tuning/data; the best of each kind) the former takes 0.72 to 0.76 of the latter's time
-        in the median, and up to 1.6 of it for prompts or caches of a few hundred tokens.
+        The trees of the geometries measured on an H200 (tuning/data) take the latter for a few small batches alone.
         """
         for family in (family for family in GLUON_FAMILIES if ROLES[family] == role):
             variant, _ = self._first(family, aligned, max_query_len, beside)
@@ -285,7 +284,7 @@ class _Site:
         """
         refused = []
         configs = candidates(family, self.shape, self.targets[0], aligned, max_query_len)
-        for config in (config for config in configs if beside or "share" not in dict(config.options)):
+        for config in (config for config in configs if beside or not config.shares):
             variant = Variant(family, self.shape, config, aligned, self.spec.limits.max_seqs, max_query_len)
             reasons = [Rejection(variant.symbol, target.id, reason) for target, reason in self.refusals(variant)]
             self.rejections.update(dict.fromkeys(reasons))

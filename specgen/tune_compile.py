@@ -276,7 +276,7 @@ def _candidates(spec: Spec, shape: Geometry, targets: Sequence[Target], choice: 
             for max_query_len in query_lens:
                 legal = space(family, shape, targets, spec.limits, max_query_len, choice.max_registers).variants
                 meets_prefill = max_query_len == most  # else there is none to leave multiprocessors to
-                legal = [v for v in legal if meets_prefill or v.tunable("share", 100) == 100]
+                legal = [v for v in legal if meets_prefill or not v.config.shares]
                 named = [v for v in legal if _named(v.symbol, choice.only)]
                 found += [(role, v) for v in named]
     return found

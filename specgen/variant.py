@@ -100,6 +100,11 @@ class Config:
     options: tuple[tuple[str, int], ...] = ()  # TUNABLES, and compiler options of the vendor, such as waves_per_eu
     origin: str = field(default="", compare=False)  # two measurements may choose the same configuration
 
+    @property
+    def shares(self) -> bool:
+        """Whether a launch leaves multiprocessors to a prefill beside it."""
+        return "share" in dict(self.options)
+
 
 @dataclass(frozen=True, order=True)
 class Variant:

@@ -173,6 +173,11 @@ def variant_arguments(variant: dict) -> tuple[Argument, ...]:
     return arguments(variant["family"], **_manifest_features(variant))
 
 
+def can_overlap(arguments: tuple[Argument, ...]) -> bool:
+    """Whether a kernel of these arguments may begin while the launch before it runs."""
+    return any(argument.name == LATE_PROGRAMS for argument in arguments)
+
+
 def variant_call_arguments(variant: dict) -> tuple[Argument, ...]:
     """`call_arguments` of a manifest entry, whose absent fields are off."""
     return call_arguments(variant["family"], **_manifest_features(variant))

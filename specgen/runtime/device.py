@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 
 from . import choice, jit, launcher, sizes
-from .arguments import LATE_PROGRAMS, variant_arguments, variant_call_arguments
+from .arguments import can_overlap, variant_arguments, variant_call_arguments
 from .driver import CudaDriver, DeviceProperties, HipDriver, open_driver
 from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError
 from .tensor_maps import variant_maps
@@ -211,7 +211,7 @@ class _Gpu(Device):
 
     def _overlapping(self, symbol: str, late: int) -> Kernel | None:
         launch = self._launches[symbol]
-        if all(argument.name != LATE_PROGRAMS for argument in launch.arguments):
+        if not can_overlap(launch.arguments):
             return None
         programs = sizes.grid(late, self.manifest["variants"][symbol]["ctas_per_multiprocessor"])
         return launcher.bind(self.driver, self.index, launch._replace(late=programs))

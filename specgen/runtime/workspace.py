@@ -31,12 +31,17 @@ class Workspace:
         self.nbytes = size.nbytes
         self._owner = owner
         with torch.inference_mode(False):
-            self.partial_acc = torch.empty(size.partial_acc, dtype=torch.float32, device=device)
-            self.partial_ml = torch.empty(size.partial_ml, dtype=torch.float32, device=device)
-            self.counters = torch.zeros(size.counters, dtype=torch.int32, device=device)
-            self.tickets = torch.zeros(size.tickets, dtype=torch.int32, device=device)
-        self.scratch = self.partial_acc, self.partial_ml, self.counters, self.tickets  # in the order of a launch
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.scratch)
+            self.hold(
+                torch.empty(size.partial_acc, dtype=torch.float32, device=device),
+                torch.empty(size.partial_ml, dtype=torch.float32, device=device),
+                torch.zeros(size.counters, dtype=torch.int32, device=device),
+                torch.zeros(size.tickets, dtype=torch.int32, device=device),
+            )
+
+    def hold(self, *scratch: torch.Tensor) -> None:
+        """Take these arrays, in the order of a launch: partial_acc, partial_ml, counters, tickets."""
+        self.partial_acc, self.partial_ml, self.counters, self.tickets = self.scratch = scratch
+        self.addresses = tuple(tensor.data_ptr() for tensor in scratch)
 
     def reset(self) -> None:
         """Zero counters and tickets on the current stream of the device: needed after a launch was aborted midway."""

@@ -41,7 +41,7 @@ def single_problems(bundle: Bundle, group: Group, workloads: Sequence[Workload])
     found, low = [], 1
     for high in bundle.query_lens:
         taken = [w for w in workloads if low <= w.query_len <= high]
-        filling = [c for c in group.of("decode", high) if not _shares(c)]
+        filling = [c for c in group.of("decode", high) if not c.launch.config.shares]
         found.append((f"decode of {_rows(low, high)}", [_entry(c, high) for c in filling], taken))
         low = high + 1
     longer = [w for w in workloads if w.query_len >= low]
@@ -56,7 +56,8 @@ def joint_problem(bundle: Bundle, group: Group, workloads: Sequence[Workload], t
     """The problem of batches that have longer sequences than decode takes: decode and prefill together, or prefill alone.
 
     The launches of a schedule run one after another, so that only the best of each role need meet: by the `times` of the
-    problems above, KEPT of each, and every decode that leaves multiprocessors to a prefill beside it. None where the bundle lacks a role, or no batch is mixed.
+    problems above, KEPT of each, and every decode that leaves multiprocessors to a prefill beside it. None where the bundle
+    lacks a role, or no batch is mixed.
     """
     most = bundle.query_lens[-1]
     decode, alone = group.of("decode", most), group.of("prefill", 0)
@@ -65,7 +66,7 @@ def joint_problem(bundle: Bundle, group: Group, workloads: Sequence[Workload], t
     rows = [c.launch for c in alone[:1]] + [entry.schedule.prefill for entry in best]
     prefill = [behind[launch] for launch in dict.fromkeys(rows) if launch in behind]
     kept = {entry.schedule.decode for entry in ranked([_entry(c, most) for c in decode], times)[:KEPT]}
-    chosen = [c for place, c in enumerate(decode) if place == 0 or c.launch in kept or _shares(c)]
+    chosen = [c for place, c in enumerate(decode) if place == 0 or c.launch in kept or c.launch.config.shares]
     entries = [_pair(d, p, most) for d, p in product(chosen, prefill)]
     return _posed(group, [("decode and prefill", entries and entries + best, [w for w in workloads if w.query_len > most])])
 
@@ -113,10 +114,6 @@ def _posed(group: Group, parts: Iterable[tuple[str, list[Entry], list[Workload]]
         for name, entries, workloads in parts
         if entries and workloads
     ]
-
-
-def _shares(candidate: Candidate) -> bool:
-    return "share" in dict(candidate.launch.config.options)
 
 
 def _rows(low: int, high: int) -> str:

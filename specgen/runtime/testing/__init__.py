@@ -1,8 +1,8 @@
 """Helpers of generated tests: a stub is one `Case` (data) and calls of `check_*`.
 
 `Case`, `Batch` and the batches live in cases.py, static poisoned buffers in pools.py (paged) and packed.py
-(contiguous), guarded workspaces in scratch.py, the checks in checks.py and invariance.py. Nothing here is imported by the package's own functions. Needs torch;
-on a CPU, Triton for its interpreter.
+(contiguous), guarded workspaces in scratch.py, the checks in checks.py and invariance.py. Nothing here is imported by the
+package's own functions. Needs torch; on a CPU, Triton for its interpreter.
 """
 
 from .cases import BATCHES, Batch, Case, edge_batches, fit

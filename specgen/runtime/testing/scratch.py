@@ -15,14 +15,15 @@ def poisoned_workspace(package, device: torch.device):
     tickets are zero, as the contract wants them.
     """
     workspace = package.workspace(device)
-    for name in ("partial_acc", "partial_ml", "counters", "tickets"):
-        array = getattr(workspace, name)
-        guarded = torch.full((array.nbytes + GUARD_BYTES,), CANARY, dtype=torch.uint8, device=device)
-        setattr(workspace, name, guarded[: array.nbytes].view(array.dtype))
+    workspace.hold(*map(_guarded, workspace.scratch))
     workspace.reset()
-    workspace.scratch = workspace.partial_acc, workspace.partial_ml, workspace.counters, workspace.tickets
-    workspace.addresses = tuple(array.data_ptr() for array in workspace.scratch)
     return workspace
+
+
+def _guarded(array: torch.Tensor) -> torch.Tensor:
+    """An array like it of canary bytes, in front of more of them."""
+    memory = torch.full((array.nbytes + GUARD_BYTES,), CANARY, dtype=torch.uint8, device=array.device)
+    return memory[: array.nbytes].view(array.dtype)
 
 
 def assert_scratch_sound(workspace, label: str) -> None:
