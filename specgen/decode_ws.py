@@ -12,7 +12,10 @@ HEADS = (1, 4, 8)  # key/value heads of a program that there may be
 MATRIX_ROWS = 16  # query rows of a matrix instruction
 MATRIX_KEYS = 16  # keys of a matrix instruction
 LANES = 32
-MIN_SHARE_KEYS = 64  # keys x heads that a program takes at least: smaller shares cost more in merging than they save
+# What an item costs besides its keys (waiting for its first tile, joining warps, writing), in keys x heads that a program
+# alone on its multiprocessor attends to in that time; of several programs each attends to its part of them.
+ITEM_KEYS = 96
+MIN_SHARE_KEYS = 64  # keys x heads of an item worth a program: fewer cost more in merging than they save
 SHARE_SLACK = 16  # a share may be larger by one in so many to be aligned with items
 MAX_SEQS = 1024  # sequences whose lengths one warp plans in registers
 UNSEEN = "-3.4028234663852886e38"  # the lowest float32
@@ -50,8 +53,13 @@ class Shape:
         return self.tile_rows // self.parts
 
     @property
+    def item_units(self) -> int:
+        """Units that an item counts for besides its own in the even split."""
+        return -(-ITEM_KEYS // (self.unit * self.heads * self.variant.config.ctas_per_multiprocessor))
+
+    @property
     def min_share(self) -> int:
-        """Units that a program takes at least."""
+        """Units that a program takes at least of an item that has as many."""
         return max(1, MIN_SHARE_KEYS // (self.unit * self.heads))
 
     @property
@@ -132,6 +140,7 @@ class Shape:
             "head_groups": g.kv_heads // self.heads,
             "unit": self.unit,
             "units_per_tile": c.tile_n // self.unit,
+            "item_units": self.item_units,
             "min_share": self.min_share,
             "aligns_shares": self.variant.tunable("align", 1) == 1,
             "share_slack": SHARE_SLACK,

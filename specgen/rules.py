@@ -24,7 +24,8 @@ _NEEDS = (
 # The kernels multiply scores by scale x log2(e) in float32.
 _SCALES = (1e-30, 1e30)
 _SOFTCAPS = (1e-3, 1e6)
-# Work is counted in int32. What is left of 2^31 covers the rounding up of shares to any grid (at most 2 per program).
+# Work is counted in int32. What is left of 2^31 covers the rounding up of shares to any grid (at most 2 per program)
+# and what decode_ws counts for an item behind the last.
 _MAX_ITEMS = (1 << 31) - (1 << 20)
 
 
@@ -83,7 +84,8 @@ def shared_bytes(variant: Variant, vendor: str) -> int:
 
 
 def work_items(variant: Variant, limits: Limits) -> int:
-    """Upper bound of what one launch counts in int32 for a batch within `limits`: decode key tiles, prefill row blocks.
+    """Upper bound of what one launch counts in int32 for a batch within `limits`: decode key tiles and what items cost besides
+    theirs, prefill row blocks.
 
     The other families count rows in int64, or tokens that fit no memory before they reach 2^31.
     """
@@ -91,7 +93,8 @@ def work_items(variant: Variant, limits: Limits) -> int:
     if variant.family in ("decode", "decode_ws"):
         row_blocks = -(-variant.max_query_len * g.group // c.block_m)
         heads = g.kv_heads // variant.heads_box
-        return min(limits.max_seqs, limits.max_tokens) * -(-limits.max_seq_len // _grain(variant)) * row_blocks * heads
+        tiles = -(-limits.max_seq_len // _grain(variant)) + _item_cost(variant)
+        return min(limits.max_seqs, limits.max_tokens) * tiles * row_blocks * heads
     if variant.family == "prefill_ws":
         shape = prefill_ws.Shape(variant)
         return (-(-limits.max_tokens // shape.block_tokens) + limits.max_seqs) * shape.head_blocks
@@ -103,6 +106,11 @@ def work_items(variant: Variant, limits: Limits) -> int:
 def _grain(variant: Variant) -> int:
     """Keys of what decode counts."""
     return variant.keys_box if variant.family == "decode_ws" else variant.config.tile_n
+
+
+def _item_cost(variant: Variant) -> int:
+    """Of these, what decode counts for an item besides its own."""
+    return decode_ws.Shape(variant).item_units if variant.family == "decode_ws" else 0
 
 
 def _copies_and_registers(variant: Variant) -> tuple[tuple[bool, str], ...]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
+from even_split import split_of  # noqa: E402
 from ptx_machine import Heap, Machine, TensorMap, compiled_ptx  # noqa: E402
 
 from specgen.aot import compile_all
@@ -106,6 +107,13 @@ EDGES = Batch("edges", ((1, 16), (1, -1), (9, 40), (0, 5), (2, -1), (1, 63), (40
 PAGES = Batch("pages", ((1, 3), (1, 529), (1, 255)))
 BEYOND = next(batch for batch in BATCHES if batch.beyond)
 LONG = Batch("long", ((1, 70), (1, 2700), (1, 2400)))
+# Items that cost more than their keys: in the gaps before their units programs begin and end.
+SHORT = {
+    "one_long": Batch("one_long", ((1, 1300), *((1, 0),) * 16)),
+    "long_last": Batch("long_last", (*((1, 0),) * 9, (9, 40), *((1, 0),) * 6, (1, 700))),
+    "one_unit": Batch("one_unit", ((1, 15),) * 5),
+    "units_1_2": Batch("units_1_2", ((1, 15), (1, 16), (0, 5), (1, -1), (1, 20))),
+}
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,7 @@ def launch(run: Run, batch: Batch, layout: str, fill: float, seed: int) -> Launc
 
 def check(run: Run, batch: Batch, layout: str = "plain") -> Launched:
     """Right against the reference, the same bits whatever the cache holds around the keys and in whatever order programs
-    and warps run; sequences that are not decode's are left alone.
+    and warps run; sequences that are not decode's are left alone; partial states in the slots that the model says.
     """
     launched = launch(run, batch, layout, NAN, seed=1)
     out, lse, pool = launched.out, launched.lse, launched.pool
@@ -195,6 +203,11 @@ def check(run: Run, batch: Batch, layout: str = "plain") -> Launched:
     error = (out[takes].double() - expected).norm()
     assert error <= 3e-3 * expected.norm()
     assert torch.allclose(lse[takes].double(), expected_lse, rtol=0, atol=1e-5)
+    lengths = ((q, max(min(q + c + batch.beyond, pool.columns * run.case.page_size), 0)) for q, c in batch.sequences)
+    split = split_of(Shape(run.variant), tuple(lengths), run.programs)
+    states = launched.partial_acc.reshape(2 * (run.programs + -(-run.programs // sizes.MERGE_GROUP)), -1)
+    written = np.flatnonzero(~np.isnan(states).all(axis=1)).tolist()
+    assert written == sorted(slot for slots, _ in split.merges() for slot in slots)
     return launched
 
 
@@ -213,6 +226,20 @@ def test_lengths_are_clamped_to_the_block_table():
 
 def test_a_launch_over_nothing():
     check(Run({}), Batch("nothing", ((0, 3), (0, 0))))
+
+
+@pytest.mark.parametrize("programs", [3, pytest.param(12, marks=slow), pytest.param(90, marks=slow)])
+@pytest.mark.parametrize("batch", [*SHORT])
+def test_short_items(batch, programs):
+    """Shares that begin and end in gaps, between items and within the long one; more programs than units."""
+    check(Run({}, programs=programs), SHORT[batch])
+
+
+@slow
+@pytest.mark.parametrize("name", ["four_heads", "speculative_row_blocks", "window_speculative_sinks", "chunk", "page_64"])
+def test_short_items_of_other_shapes(name):
+    for batch in SHORT.values():
+        check(RUNS[name], fit(batch, RUNS[name].case, RUNS[name].max_query_len))
 
 
 @slow

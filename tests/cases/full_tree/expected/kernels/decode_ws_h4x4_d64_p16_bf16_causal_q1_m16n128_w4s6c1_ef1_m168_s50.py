@@ -2,8 +2,9 @@
 # Do not edit: change the spec or templates/kernels/decode_ws.py.jinja and run `specgen build`.
 """Paged decode with a loading warp, 4 query heads over 4 key/value heads, head size 64, bfloat16, causal, pages of 16.
 
-Takes every sequence with at most 1 query row(s). The linearised space (sequence, row block, key/value head, unit of 16 keys)
-is cut into equal shares, one per program, planned from the lengths on the device. One warp streams the units of its program's
+Takes every sequence with at most 1 query row(s). The linearised space (sequence, row block, key/value head, unit of 16 keys),
+each item lengthened by what it costs besides its units, is cut into equal shares, one per program, planned from the lengths on
+the device. One warp streams the units of its program's
 share through a ring of tiles in shared memory; the others attend, each to keys of its own in every tile, and join their states once per item.
 An item that spans programs leaves partial states in scratch; the last program to arrive merges them in order, so the result does
 not depend on timing.
@@ -35,9 +36,8 @@ NUM_STAGES: gl.constexpr = gl.constexpr(6)  # key/value tiles in flight
 MAX_QUERY_LEN: gl.constexpr = gl.constexpr(1)  # longer sequences belong to prefill
 UNIT: gl.constexpr = gl.constexpr(16)  # keys of one box, all of one page: the grain of the split
 UNITS_PER_TILE: gl.constexpr = gl.constexpr(8)  # TILE_N / UNIT
-MIN_SHARE: gl.constexpr = gl.constexpr(
-    4
-)  # units that a program takes at least: fewer cost more in merging than they save
+ITEM_UNITS: gl.constexpr = gl.constexpr(6)  # what an item costs besides its units, in units
+MIN_SHARE: gl.constexpr = gl.constexpr(4)  # units of an item worth a program: fewer cost more in merging than they save
 SHARE_SLACK: gl.constexpr = gl.constexpr(16)  # a share may be larger by one in so many to be aligned with items
 PANEL: gl.constexpr = gl.constexpr(64)  # elements of a head in one box: 128 bytes, the widest swizzle
 HEADS: gl.constexpr = gl.constexpr(1)  # key/value heads that a program attends to at once
@@ -175,23 +175,27 @@ def _plan(num_seqs, lengths):
     _, _, item_units = _item(query_lens, kv_lens)
     longest = gl.max(gl.where(items > 0, item_units, 1), 0)
     shortest = gl.min(gl.where(items > 0, item_units, 0x7FFFFFFF), 0)
-    seq_ends = gl.associative_scan(item_units * items, 0, _add)
+    # Where all items are alike, even shares of their units have about as many items each, and can be aligned with them.
+    item_cost = gl.where(longest == shortest, 0, ITEM_UNITS)
+    seq_ends = gl.associative_scan((item_cost + item_units) * items, 0, _add)
     total = gl.max(seq_ends, 0)
     programs = gl.num_programs(0)
-    share = gl.maximum(_quotient(total + programs - 1, programs), MIN_SHARE)
+    # The least share is no more than the longest item: short ones do not meet in one program while others have none.
+    share = gl.maximum(_quotient(total + programs - 1, programs), item_cost + gl.minimum(longest, MIN_SHARE))
     share = _aligned(share, shortest, longest)
     start, _ = _bounds(share, total)
     before = seq_ends <= start
-    return share, total, gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, seq_ends, 0), 0)
+    return share, total, item_cost, gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, seq_ends, 0), 0)
 
 
 @gluon.jit
-def _tell(message, share, total, seq, seq_start):
+def _tell(message, share, total, item_cost, seq, seq_start):
     words, told = message
     words.index(0).store(gl.full([1], share, gl.int32, IDS))
     words.index(1).store(gl.full([1], total, gl.int32, IDS))
-    words.index(2).store(gl.full([1], seq, gl.int32, IDS))
-    words.index(3).store(gl.full([1], seq_start, gl.int32, IDS))
+    words.index(2).store(gl.full([1], item_cost, gl.int32, IDS))
+    words.index(3).store(gl.full([1], seq, gl.int32, IDS))
+    words.index(4).store(gl.full([1], seq_start, gl.int32, IDS))
     mbarrier.arrive(told.index(0))
 
 
@@ -204,7 +208,7 @@ def _word(words, index):
 def _hear(message):
     words, told = message
     mbarrier.wait(told.index(0), 0)
-    return _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3)
+    return _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3), _word(words, 4)
 
 
 @gluon.jit
@@ -221,18 +225,19 @@ def _page_ids(table, seq, first_key, units, kv_len):
 @gluon.jit
 def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
     k_tiles, v_tiles, k_full, v_full, empty = ring
-    share, total, seq, seq_start = _plan(num_seqs, lengths)
-    _tell(message, share, total, seq, seq_start)
+    share, total, item_cost, seq, seq_start = _plan(num_seqs, lengths)
+    _tell(message, share, total, item_cost, seq, seq_start)
     start, end = _bounds(share, total)
     if start < end:
         lanes = gl.arange(0, 32, IDS)
         seq, _, query_len, kv_len = _next_decode(seq, lengths)
         _, first_unit, item_units = _item(query_len, kv_len)
         items = _items(query_len)
-        item = _quotient(start - seq_start, item_units)
-        item_unit = start - seq_start - item * item_units
+        item = _quotient(start - seq_start, item_cost + item_units)
+        item_start = seq_start + item * (item_cost + item_units) + item_cost  # its first unit
         # A group of units, at most one a lane: within one item and the share.
-        unit = start
+        unit = gl.maximum(start, item_start)
+        item_unit = unit - item_start
         units = gl.minimum(gl.minimum(item_units - item_unit, end - unit), 32)
         first_key = (first_unit + item_unit) * UNIT
         pages = _page_ids(table, seq, first_key, units, kv_len)
@@ -247,6 +252,7 @@ def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
             if item_unit == item_units:
                 item_unit = 0
                 item += 1
+                unit += item_cost
                 if (item == items) & (unit < end):
                     item = 0
                     seq, _, query_len, kv_len = _next_decode(seq + 1, lengths)
@@ -481,7 +487,7 @@ def _store_rows(acc, row_max, row_sum, first_row, q_start, query_len, kv_head, o
 def _attend(queries, lengths, ring, message, outputs, scratch):
     """The attending warps of one program: its share of the items, one after another."""
     q_ptr, q_stride_token, q_stride_head = queries
-    share, total, seq, seq_start = _hear(message)
+    share, total, item_cost, seq, seq_start = _hear(message)
     start, end = _bounds(share, total)
     tile = 0  # tiles of this program so far: the ring goes on from item to item
     unit = start
@@ -489,8 +495,9 @@ def _attend(queries, lengths, ring, message, outputs, scratch):
         # The item that holds this unit: sequence, row block, key/value heads.
         seq, q_start, query_len, kv_len = _next_decode(seq, lengths)
         left, first_unit, item_units = _item(query_len, kv_len)
-        item = _quotient(unit - seq_start, item_units)
-        item_start = seq_start + item * item_units
+        item = _quotient(unit - seq_start, item_cost + item_units)
+        item_start = seq_start + item * (item_cost + item_units) + item_cost  # its first unit
+        unit = gl.maximum(unit, item_start)
         kv_head = item % HEAD_GROUPS * HEADS  # the first of them
         first_row = item // HEAD_GROUPS * BLOCK_M
         first_key = (first_unit + unit - item_start) * UNIT
@@ -575,9 +582,10 @@ def _attend(queries, lengths, ring, message, outputs, scratch):
                     _store_rows(merged, merged_max, merged_sum, first_row, q_start, query_len, kv_head, outputs)
 
         unit += units
-        if unit == seq_start + _items(query_len) * item_units:
+        if unit == seq_start + _items(query_len) * (item_cost + item_units):
             seq_start = unit
             seq += 1
+        unit += item_cost
 
 
 @gluon.jit
@@ -611,7 +619,7 @@ def decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50(
     v_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
     ring = (k_tiles, v_tiles, k_full, v_full, empty)
-    words = gl.allocate_shared_memory(gl.int32, [4, 1], WORDS)
+    words = gl.allocate_shared_memory(gl.int32, [5, 1], WORDS)
     told = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(k_full.index(stage), count=1)

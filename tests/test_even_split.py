@@ -1,0 +1,85 @@
+"""The even split of decode_ws in numbers: the model that tests/test_decode_ws.py holds its kernels to, over many batches."""
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "standin"))
+from even_split import Split, split_of  # noqa: E402
+
+from specgen.decode_ws import Shape
+from specgen.runtime.sizes import MERGE_GROUP
+from specgen.variant import Config, Geometry, Variant
+
+CONFIG = Config(16, 64, 4, 6, 2, (("maxnreg", 168),))
+SHAPE = Shape(Variant("decode_ws", Geometry(32, 8, 128, 128, "bfloat16", 16, 128**-0.5, "causal"), CONFIG, True, 256, 1))
+PROGRAMS = 264
+
+
+def drawn(rng: random.Random) -> Split:
+    """Batches of all kinds: alike or not, short, long or both, fewer programs than items or more than units."""
+    kinds = (lambda: 1, lambda: rng.randint(1, 4), lambda: rng.randint(1, 40), lambda: rng.choice((1, 2, 3000)))
+    kind = rng.choice(kinds)
+    items = (kind(),) * rng.randint(0, 60) if rng.random() < 0.3 else tuple(kind() for _ in range(rng.randint(0, 60)))
+    return Split(items, rng.choice((1, 2, 7, 80, 264)), rng.choice((1, 3, 6)), rng.choice((1, 4)), rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_kernels_and_workspace_count_on(seed):
+    """Each unit is one program's; no piece is empty; the states of an item keep to slots and counters of its own, within
+    the workspace; none takes longer than its share and an item.
+    """
+    rng = random.Random(seed)
+    for _ in range(50):
+        split = drawn(rng)
+        pieces, programs = split.pieces(), split.programs
+        assert all(0 <= piece.program < programs and piece.units > 0 for piece in pieces)
+        assert [(piece.program, piece.item) for piece in pieces] == sorted({(each.program, each.item) for each in pieces})
+        for item, units in enumerate(split.items):
+            assert sum(piece.units for piece in pieces if piece.item == item) == units
+        # The loop of a program: wherever its share begins, its first item has a unit for it, gap or not.
+        for start in range(0, split.starts[-1] - split.gap, split.share):
+            assert any(piece.program == start // split.share for piece in pieces)
+        slots = [slot for each, _ in split.merges() for slot in each]
+        counters = [counter for _, each in split.merges() for counter in each]
+        groups = -(-programs // MERGE_GROUP)
+        assert len(slots) == len(set(slots)) and all(0 <= slot < 2 * (programs + groups) for slot in slots)
+        assert len(counters) == len(set(counters)) and all(0 <= each < programs + 2 * groups for each in counters)
+        if split.gap:
+            assert split.longest_program(split.cost) <= split.share + split.cost
+
+
+def by_keys_alone(split: Split) -> int:
+    """longest_program of shares that count units alone, so many at least."""
+    share, begin, spent = max(-(-sum(split.items) // split.programs), split.least), 0, [0] * split.programs
+    for units in split.items:
+        for program in range(begin // share, (begin + units - 1) // share + 1):
+            spent[program] += min(begin + units, (program + 1) * share) - max(begin, program * share) + split.cost
+        begin += units
+    return max(spent)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "before", "after"),
+    [
+        ((126_247,) + (16,) * 16, 523, 245),
+        ((16, 16), 16, 4),
+        ((17, 17), 10, 5),
+        ((16, 17), 16, 8),
+    ],
+)
+def test_short_items_do_not_crowd_one_program(lengths, before, after):
+    """Units of the program that takes longest, an item at its cost: by keys alone, and with what items cost."""
+    split = split_of(SHAPE, tuple((1, keys) for keys in lengths), PROGRAMS)
+    assert (by_keys_alone(split), split.longest_program(split.cost)) == (before, after)
+
+
+@pytest.mark.parametrize(("heads", "unit", "programs", "units"), [(1, 16, 2, 3), (1, 16, 1, 6), (1, 64, 2, 1), (4, 16, 2, 1)])
+def test_the_cost_of_an_item_in_units(heads, unit, programs, units):
+    options = (("heads", heads), ("unit", unit))
+    config = replace(CONFIG, ctas_per_multiprocessor=programs, options=options)
+    geometry = replace(SHAPE.variant.geometry, page_size=64)
+    assert Shape(replace(SHAPE.variant, config=config, geometry=geometry)).item_units == units
