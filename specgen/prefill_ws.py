@@ -4,6 +4,7 @@ here. Pure integers; imports only nouns.
 
 from dataclasses import dataclass
 
+from specgen.runtime import sizes
 from specgen.variant import BOX_COLUMNS, MATRIX_ROWS, Variant
 
 CONSUMERS = (1, 2)  # that a program may have; two take turns at the tensor cores, one leaves that to the programs of a multiprocessor
@@ -15,6 +16,7 @@ LOADER_WARPS = 4
 MOST_REGISTERS = 240  # of a thread of a consumer
 RESERVED_SHARED = 1024  # bytes of shared memory that the system takes of every program; what a single one may have is without them
 LEAST_PAGE = 16
+MIN_PART_KEYS = 256  # keys worth a part of a row block of their own: fewer cost more in merging than they save
 
 
 @dataclass(frozen=True)
@@ -132,4 +134,9 @@ class Shape:
             "consumer_rows": MATRIX_ROWS,
             "consumer_tokens": MATRIX_ROWS // self.variant.packed_heads,
             "itemsize": g.itemsize,
+            "cuts_keys": self.variant.cuts_keys,
+            "item_fields": 11 if self.variant.cuts_keys else 8,
+            "log2_min_part_tiles": (MIN_PART_KEYS // self.variant.config.tile_n).bit_length() - 1,
+            "state_words": sizes.prefill_state_words(self.variant.geometry.v_dim),
+            "tickets": sizes.TICKETS,
         }

@@ -180,6 +180,8 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
         (c.num_warps == prefill_ws.CONSUMER_WARPS, f"needs {prefill_ws.CONSUMER_WARPS} warps a consumer, not {c.num_warps}"),
         (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
         (shape.loaders in prefill_ws.LOADERS, f"needs {_either(prefill_ws.LOADERS)} loaders, not {shape.loaders}"),
+        (shape.consumers == 1 or not variant.cuts_keys, f"cuts keys for one consumer, of {MATRIX_ROWS} rows: two leave no registers to merge parts"),
+        (not (g.batch_invariant and variant.cuts_keys), "cuts keys by what else is in the batch, which batch_invariant excludes"),
         *_copies_and_registers(variant),
         (
             shape.consumer_registers % 8 == 0 and 0 < shape.consumer_registers <= prefill_ws.MOST_REGISTERS,

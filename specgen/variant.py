@@ -14,13 +14,13 @@ GLUON_FAMILIES = ("decode_ws", "prefill_ws")
 # Elements of a 128-byte row of a swizzled tile: what one copy of a tensor map moves of a head, at 2 bytes an element.
 BOX_COLUMNS = 64
 # Query rows of a tile that one matrix product of four warps multiplies: what one copy moves of q.
-MATRIX_ROWS = 64
+MATRIX_ROWS = sizes.MATRIX_ROWS
 # Extent of a dimension of a tensor map that nothing is beyond: coordinates are made from a block table and are in range.
 UNBOUNDED = (1 << 31) - 1
 # Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
 # alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, the percentage of the
-# multiprocessors that a launch takes, keys of a box. prefill_ws: warps that load.
-TUNABLES = ("align", "fetch", "heads", "loaders", "share", "unit")
+# multiprocessors that a launch takes, keys of a box. prefill_ws: warps that load, whether row blocks are cut along their keys (1: yes).
+TUNABLES = ("align", "fetch", "heads", "loaders", "share", "split", "unit")
 DECODE_UNIT = 16
 LOG2E = 1.4426950408889634
 
@@ -151,7 +151,7 @@ class Variant:
             ("cap", g.softcap),
         )
         named = [f"{name}{_identifier(value)}" for name, value in numbers if value is not None]
-        invariant = g.batch_invariant and ROLES.get(self.family) == "decode"  # no other family splits keys
+        invariant = g.batch_invariant and ROLES.get(self.family) == "decode"  # no other family's keys are split then
         switches = (("sinks", g.sinks), ("alibi", g.alibi), ("ranges", g.prefix_ranges), ("invariant", invariant))
         return named + [name for name, is_on in switches if is_on]
 
@@ -175,6 +175,7 @@ class Variant:
             alibi=g.alibi,
             prefix_ranges=g.prefix_ranges,
             rotary=g.rotary_dim is not None,
+            split=self.cuts_keys,
         )
 
     @property
@@ -198,6 +199,11 @@ class Variant:
             "v_map": self._cache_map("v", self.geometry.v_dim),
         }
         return tuple(made[argument.name] for argument in self.arguments if argument.kind == "tensor_map")
+
+    @property
+    def cuts_keys(self) -> bool:
+        """Whether row blocks of many keys are cut into parts, as many as the batch leaves programs without work."""
+        return self.family == "prefill_ws" and self.tunable("split", 0) == 1
 
     @property
     def query_box(self) -> tuple[int, int]:

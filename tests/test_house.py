@@ -36,6 +36,7 @@ LAYERS = {
 EXTRA = {
     "variant": "runtime.arguments runtime.sizes runtime.tensor_maps",  # signature, tile sizes: one statement for kernel and launch
     "decode_ws": "runtime.sizes",  # what a partial state is: one statement for kernel and scratch
+    "prefill_ws": "runtime.sizes",
     "bench.workloads": "runtime.explain runtime.geometry",  # bytes, operations and the floor have one formula
     "bench.batch": "runtime.extras runtime.reference",
     "bench.peers": "bench.batch bench.vllm_triton",  # a batch is what they are asked; parts of one verb

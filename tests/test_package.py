@@ -244,7 +244,7 @@ def test_merge_states(package):
 
 def test_workspace_is_of_published_size_and_belongs(package, tmp_path):
     scratch = package.workspace("cpu", max_seqs=2, max_tokens=3)
-    assert scratch.nbytes == 4 * (2 * 6 * 16 * 16 + 2 * 6 * 2 * 16 + 6 + 2) == package.workspace("cpu").nbytes
+    assert scratch.nbytes == 4 * (2 * 6 * 16 * 16 + 2 * 6 * 2 * 16 + 6 + 2 + 1) == package.workspace("cpu").nbytes
     scratch.counters.fill_(3)
     scratch.tickets.fill_(3)
     scratch.reset()

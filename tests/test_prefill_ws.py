@@ -24,6 +24,7 @@ from specgen.render import kernel_source
 from specgen.resources import machine_code
 from specgen.rules import why_not
 from specgen.runtime.arguments import call_arguments
+from specgen.runtime.sizes import prefill_state_words, prefill_ws_workspace
 from specgen.runtime.tensor_maps import FIRST_MAP, LATE, ZERO, resolve
 from specgen.runtime.testing.cases import Batch, Case
 from specgen.runtime.testing.pools import Pool
@@ -38,6 +39,8 @@ H200 = load_targets()["h200"]
 LIMITS = Limits(max_seqs=256, max_seq_len=131072, max_tokens=16384, max_spec_tokens=8)
 # What a configuration says of one consumer, two programs a multiprocessor.
 ONE = {"block_m": 64, "tile_n": 64, "num_stages": 2, "ctas_per_multiprocessor": 2, "options": (("maxnreg", 128),)}
+SPLIT = ONE | {"options": (("maxnreg", 128), ("split", 1))}
+TWO_LOADERS_SPLIT = {"options": (("loaders", 2), ("maxnreg", 128), ("split", 1))}
 TWO_LOADERS = ONE | {"options": (("loaders", 2), ("maxnreg", 128))}
 
 
@@ -97,8 +100,16 @@ RUNS = {
     "two_loaders_group_16_chunk": Run({"query_heads": 16, "chunk": 96}, config=TWO_LOADERS | {"num_stages": 3}),
     "two_loaders_dim_80_page_64": Run(WIDE | {"qk_dim": 80, "v_dim": 80, "page_size": 64}, config=TWO_LOADERS),
 }
+SPLITS = {
+    "split": Run({}, programs=12, config=SPLIT),
+    "split_chunk_float16": Run({"chunk": 700, "dtype": "float16", "query_heads": 7}, programs=90, config=SPLIT | {"tile_n": 128}),
+    "split_dim_128_window_sinks": Run(WIDE | {"query_heads": 4, "sliding_window": 700, "sinks": True}, 0, programs=20, config=SPLIT),
+    "split_bidirectional_loaders": Run({"mask": "bidirectional"}, programs=12, config=SPLIT | TWO_LOADERS_SPLIT),
+}
 # (query rows, keys before them): aligned and unaligned ends, chunks, sequences of decode, without rows, without keys.
 BATCH = Batch("mixed", ((128, 0), (9, 31), (8, 42), (0, 5), (70, 200), (10, -10), (12, -7), (33, 350)))
+# Of 12 programs the first sequence's row block gets four, each of the third's two.
+FEW = Batch("few", ((9, 1500), (3, 40), (20, 600), (33, 0)))
 MANY = Batch("many", tuple((random.Random(i).choice((0, 3, 9, 20)), random.Random(i).randrange(40)) for i in range(40)))
 
 
@@ -133,7 +144,8 @@ def compiled(tmp_path_factory):
 
 
 def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int, store_lse: int = 1, alone: int | None = None, late=0):
-    """(out, lse, pool, machine) after one launch; rows that it does not write hold NaN; caches around the keys hold `fill`.
+    """(out, lse, pool, machine, places of partial states written) after one launch; rows that it does not write hold NaN; caches
+    around the keys hold `fill`.
 
     `alone`: a sequence, the only one that keeps its rows. `late`: programs that begin late.
     """
@@ -145,10 +157,11 @@ def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int
         pool.cu_seqlens_q[: alone + 1], pool.cu_seqlens_q[alone + 1 :] = start, end
     pool.out.fill_(float("nan"))
     lse = torch.full((pool.tokens, case.query_heads), float("nan"))
+    scratch = prefill_ws_workspace(run.programs, variant.config.block_m, case.v_dim)
     sinks = torch.zeros(1) if pool.sinks is None else pool.sinks
     tensors = {
         "q": pool.q, "k_cache": pool.k_cache, "v_cache": pool.v_cache, "out": pool.out, "lse": lse, "seq_lens": pool.seq_lens,
-        "block_table": pool.block_table, "cu_seqlens_q": pool.cu_seqlens_q, "tickets": torch.zeros(2, dtype=torch.int32),
+        "block_table": pool.block_table, "cu_seqlens_q": pool.cu_seqlens_q, "tickets": torch.zeros(scratch.tickets, dtype=torch.int32), "prefill_partial": torch.full((scratch.prefill_partial,), float("nan")),
         "sinks_bf16": sinks if sinks.dtype == torch.bfloat16 else torch.zeros(1), "sinks_f32": sinks,
     }  # fmt: skip
     caches = {name: pool.by_slot(tensors[name]) for name in ("k_cache", "v_cache")}
@@ -174,11 +187,12 @@ def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int
     partitions = [CONSUMER_WARPS] * Shape(variant).consumers + [1] * LOADER_WARPS
     machine = Machine(ptx, heap, params, partitions, run.programs, seed)
     machine.run()
-    for tensor in (pool.out, lse, tensors["tickets"]):
+    for tensor in (pool.out, lse, tensors["tickets"], tensors["prefill_partial"]):
         raw = heap.get(places[tensor.untyped_storage().data_ptr()], memory(tensor))
         memory_tensor(tensor).copy_(torch.from_numpy(raw.copy()))
     assert not tensors["tickets"].any(), "tickets are zero again"
-    return pool.out.clone(), lse, pool, machine
+    written = ~tensors["prefill_partial"].view(-1, prefill_state_words(case.v_dim)).isnan().any(1)
+    return pool.out.clone(), lse, pool, machine, written.nonzero().flatten().tolist()
 
 
 def memory_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,8 +208,8 @@ def check(run: Run, ptx: str, batch: Batch, layout: str) -> None:
     """Right against the reference; the same bits whatever the cache holds around the keys and in whatever order warps run and
     copies arrive, and how many programs begin late; sequences that are decode's are left alone.
     """
-    out, lse, pool, _ = launch(run, ptx, batch, layout, float("nan"), seed=1)
-    again, lse_again, _, _ = launch(run, ptx, batch, layout, float("inf"), seed=2, late=run.programs // 2)
+    out, lse, pool, *_ = launch(run, ptx, batch, layout, float("nan"), seed=1)
+    again, lse_again, *_ = launch(run, ptx, batch, layout, float("inf"), seed=2, late=run.programs // 2)
     assert torch.equal(again.nan_to_num(7e4), out.nan_to_num(7e4))
     assert torch.equal(lse_again.nan_to_num(7e4), lse.nan_to_num(7e4))
     rows = [q for q, _ in batch.sequences for _ in range(q)]
@@ -212,32 +226,46 @@ def test_matches_the_reference(compiled, name):
     check(RUNS[name], compiled(RUNS[name].variant), BATCH, "views")
 
 
+@pytest.mark.parametrize("name", SPLITS)
+def test_row_blocks_cut_along_their_keys(compiled, name):
+    """Parts merge to what the whole row block is, in any order of arrival, beside whole ones; fewer rows than parts have tiles."""
+    run = SPLITS[name]
+    ptx = compiled(run.variant)
+    check(run, ptx, FEW, "views")
+    check(run, ptx, BATCH, "plain")
+    if name == "split":
+        *_, places = launch(run, ptx, FEW, "plain", 0.0, seed=3)
+        assert places == list(range(8))
+
+
 def test_many_sequences(compiled):
     """More than a warp has lanes: the search goes on from chunk to chunk."""
     check(RUNS["gqa"], compiled(RUNS["gqa"].variant), MANY, "plain")
+    split = SPLITS["split"]
+    check(split, compiled(split.variant), Batch("many", ((9, 1100), *MANY.sequences, (11, 1300))), "plain")
 
 
 @pytest.mark.parametrize("name", ["gqa", "dim_128_window", "dim_256", "one_consumer_dim_128_gqa"])
 def test_no_bit_depends_on_the_other_sequences(compiled, name):
     """Which program takes an item, and after which other, the batch decides."""
     run, ptx, start = RUNS[name], compiled(RUNS[name].variant), 0
-    out, lse, _, _ = launch(run, ptx, BATCH, "plain", 0.0, seed=6)
+    out, lse, *_ = launch(run, ptx, BATCH, "plain", 0.0, seed=6)
     for seq, (rows, _) in enumerate(BATCH.sequences):
         own, start = slice(start, start + rows), start + rows
         if rows > run.max_query_len:
-            one, one_lse, _, _ = launch(run, ptx, BATCH, "plain", 0.0, seed=7 + seq, alone=seq)
+            one, one_lse, *_ = launch(run, ptx, BATCH, "plain", 0.0, seed=7 + seq, alone=seq)
             assert torch.equal(one[own], out[own]) and torch.equal(one_lse[own], lse[own])
 
 
 def test_lse_is_written_only_when_asked(compiled):
     run = RUNS["gqa"]
-    out, lse, _, _ = launch(run, compiled(run.variant), BATCH, "plain", 0.0, seed=3, store_lse=0)
+    out, lse, *_ = launch(run, compiled(run.variant), BATCH, "plain", 0.0, seed=3, store_lse=0)
     assert lse.isnan().all() and not out[:128].isnan().any()
 
 
 def test_nothing_to_do(compiled):
     run = RUNS["gqa"]
-    out, _, _, _ = launch(run, compiled(run.variant), Batch("decode", ((8, 40), (1, 9), (0, 3))), "plain", 0.0, seed=4)
+    out, *_ = launch(run, compiled(run.variant), Batch("decode", ((8, 40), (1, 9), (0, 3))), "plain", 0.0, seed=4)
     assert out.isnan().all()
 
 
@@ -246,7 +274,7 @@ def test_order_of_the_items(compiled, programs):
     """Sequences by the octave of their keys, row blocks of a sequence from the last; together the programs take each once."""
     run = replace(RUNS["gqa"], programs=programs)
     batch = Batch("ragged", ((70, 0), (300, 0), (40, 20), (3, 9), (128, 512), (90, 200), (9, 0)))
-    _, _, pool, machine = launch(run, compiled(run.variant), batch, "plain", 0.0, seed=5)
+    _, _, pool, machine, _ = launch(run, compiled(run.variant), batch, "plain", 0.0, seed=5)
     block, start = Shape(run.variant).block_tokens, pool.cu_seqlens_q.tolist()
     mine = [seq for seq, (q, _) in enumerate(batch.sequences) if q > run.max_query_len]
     octaves = {seq: sum(batch.sequences[seq]).bit_length() for seq in mine}
@@ -298,6 +326,9 @@ CONFIGS = {
     "two_loaders": ("llama", TWO_LOADERS),
     "one_consumer_dim_64": ("dim_64", ONE | {"tile_n": 128}),
     "one_consumer_window_sinks": ("window_sinks", ONE),
+    "split": ("llama", SPLIT),
+    "split_dim_64": ("dim_64", SPLIT),
+    "split_window_sinks": ("window_sinks", SPLIT | TWO_LOADERS_SPLIT),
 }
 
 
@@ -335,6 +366,8 @@ def test_binaries_keep_to_their_budgets(name):
         ({}, {"options": (("loaders", 3), ("maxnreg", 168))}, "needs 2 or 4 loaders, not 3"),
         ({}, {"options": (("maxnreg", 176),)}, "leaves 244 registers for a thread of a consumer, which takes a multiple of 8, at most 240"),
         ({}, {"ctas_per_multiprocessor": 2}, "needs 64512 registers for each of 2 programs, a multiprocessor of h200 has 65536"),
+        ({}, {"options": (("maxnreg", 168), ("split", 1))}, "cuts keys for one consumer, of 64 rows: two leave no registers to merge parts"),
+        ({"batch_invariant": True}, SPLIT, "cuts keys by what else is in the batch, which batch_invariant excludes"),
         ({}, ONE | {"tile_n": 128, "num_stages": 3}, "needs 123904 bytes of shared memory per block, h200 has 115712 for each of 2"),
         ({"qk_dim": 256, "v_dim": 256}, ONE, "bytes of shared memory per block, h200 has 115712 for each of 2"),
         ({}, {"num_stages": 8}, "bytes of shared memory per block, h200 has"),

@@ -52,7 +52,7 @@ def addressed(package, launch):
     """A launch with addresses in place of tensors, and of a workspace's by name."""
     symbol, grid, stream, given = launch
     (workspace,) = package._devices[torch.device("cpu")].workspaces.by_stream.values()
-    own = dict(zip(workspace.addresses, ("acc", "ml", "counters", "tickets")))
+    own = dict(zip(workspace.addresses, ("acc", "ml", "counters", "tickets", "prefill")))
     flat = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
     return symbol, grid, stream, {name: own.get(value, value) for name, value in flat.items()}
 

@@ -414,7 +414,7 @@ class StandIn(types.ModuleType):
         return types.SimpleNamespace(row=self.row)
 
     def workspace(self, device):
-        return Workspace(device, WorkspaceSize(partial_acc=4, partial_ml=4, counters=4, tickets=2), None, self)
+        return Workspace(device, WorkspaceSize(partial_acc=4, partial_ml=4, counters=4, tickets=2, prefill_partial=4), None, self)
 
 
 def opened(arch, **stand_ins):

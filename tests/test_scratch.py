@@ -12,7 +12,7 @@ from specgen.runtime.workspace import Workspace
 
 @pytest.fixture
 def workspace():
-    size = WorkspaceSize(partial_acc=48, partial_ml=6, counters=3, tickets=2)
+    size = WorkspaceSize(partial_acc=48, partial_ml=6, counters=3, tickets=2, prefill_partial=5)
     package = SimpleNamespace(workspace=lambda device: Workspace(device, size, None, None))
     return poisoned_workspace(package, torch.device("cpu"))
 
@@ -23,7 +23,7 @@ def test_an_untouched_one_is_sound(workspace):
     assert all(not address % 16 for address in workspace.addresses)
 
 
-@pytest.mark.parametrize("name", ["partial_acc", "partial_ml", "counters", "tickets"])
+@pytest.mark.parametrize("name", WorkspaceSize._fields)
 def test_a_write_behind_an_array_is_seen(workspace, name):
     array = getattr(workspace, name)
     memory = torch.empty(0, dtype=torch.uint8).set_(array.untyped_storage())

@@ -202,9 +202,13 @@ def test_workspace_size_is_the_maximum_over_decode_variants():
     many = {"family": "decode", "ctas_per_multiprocessor": 4, "block_m": 16, "v_dim": 16}
     other = {"family": "prefill", "ctas_per_multiprocessor": 8, "block_m": 128, "v_dim": 256}
     size = sizes.workspace_size(10, [wide, many, other])
-    assert size == (2 * 10 * 64 * 128, 4 * 10 * 64, 40, sizes.TICKETS)
+    assert size == (2 * 10 * 64 * 128, 4 * 10 * 64, 40, sizes.TICKETS, 1)
     assert size.nbytes == 4 * sum(size)
-    assert sizes.workspace_size(10, [other]) == (1, 1, 1, sizes.TICKETS)
+    assert sizes.workspace_size(10, [other]) == (1, 1, 1, sizes.TICKETS, 1)
+    whole = {"family": "prefill_ws", "ctas_per_multiprocessor": 2, "block_m": 64, "v_dim": 128, "options": {"maxnreg": 128}}
+    cut = whole | {"options": {"maxnreg": 128, "split": 1}}
+    assert sizes.workspace_size(10, [whole]) == (1, 1, 1, sizes.TICKETS, 1)
+    assert sizes.workspace_size(10, [cut, other]) == (1, 1, 1, sizes.TICKETS + 20, 20 * 64 * (128 + 8))
 
 
 @pytest.mark.parametrize("kv_heads, splits", [(1, 32), (8, 32), (12, 21), (16, 16), (232, 16)])
@@ -212,7 +216,7 @@ def test_workspace_of_batch_invariant_decode_holds_every_split(kv_heads, splits)
     variant = {"family": "decode", "ctas_per_multiprocessor": 2, "block_m": 16, "v_dim": 64, "kv_heads": kv_heads}
     size = sizes.workspace_size(10, [variant | {"batch_invariant": True}])
     assert sizes.max_splits(kv_heads) == splits
-    assert size == (splits * 20 * 16 * 64, splits * 20 * 2 * 16, 20, sizes.TICKETS)
+    assert size == (splits * 20 * 16 * 64, splits * 20 * 2 * 16, 20, sizes.TICKETS, 1)
 
 
 @pytest.mark.parametrize("tile_n, tiles", [(16, 32), (64, 8), (96, 6), (1024, 1)])

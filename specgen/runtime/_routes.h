@@ -16,11 +16,11 @@ static Py_ssize_t argument_count(const kernel_t *kernel);
 
 enum { DECODE, PREFILL, KERNELS };                 /* in the order of their launches */
 enum { PLAIN = READ_ARGUMENTS, CALL_ARGUMENTS };   /* of `call`, after those of _read.h */
-enum { SCRATCH = 4, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES, SINK_SLOTS = 3 }; /* arguments._ATTENTION, _SINKS */
+enum { SCRATCH = 5, SLOTS = TENSORS + 1 + SCRATCH + 5 + STRIDES, SINK_SLOTS = 3 }; /* arguments._ATTENTION, _SINKS */
 
 typedef struct {
     long long device, low[BOUNDS], high[BOUNDS];
-    unsigned long long stream, scratch[SCRATCH]; /* addresses of partial_acc, partial_ml, counters, tickets */
+    unsigned long long stream, scratch[SCRATCH]; /* a workspace's addresses, in its order */
     int aligned;
     const kernel_t *kernels[KERNELS]; /* NULL: none */
     PyObject *owners[KERNELS];        /* what keeps a kernel alive, or NULL */
@@ -197,10 +197,11 @@ static PyObject *keep(PyObject *self, PyObject *args) {
     int i;
 
     if (kept == NULL ||
-        !PyArg_ParseTuple(args, "LKp((LL)(LL)(LL)(LL))(KKKK)OIOI", &route.device, &route.stream, &route.aligned, &route.low[0],
+        !PyArg_ParseTuple(args, "LKp((LL)(LL)(LL)(LL))(KKKKK)OIOI", &route.device, &route.stream, &route.aligned, &route.low[0],
                           &route.high[0], &route.low[1], &route.high[1], &route.low[2], &route.high[2], &route.low[3],
                           &route.high[3], &route.scratch[0], &route.scratch[1], &route.scratch[2], &route.scratch[3],
-                          &given[DECODE], &route.grids[DECODE], &given[PREFILL], &route.grids[PREFILL]))
+                          &route.scratch[4], &given[DECODE], &route.grids[DECODE], &given[PREFILL],
+                          &route.grids[PREFILL]))
         return NULL;
     if (kept->count == MAX_ROUTES)
         return nothing();

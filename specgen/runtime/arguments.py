@@ -28,6 +28,9 @@ def _strides(tensor: str, *dims: str) -> tuple[Argument, ...]:
     return tuple(Argument(f"{tensor}_stride_{dim}", "i64", aligned=True) for dim in dims)
 
 
+# States of parts of row blocks, as registers hold them: scratch, see sizes.py.
+_PREFILL_PARTIAL = Argument("prefill_partial_ptr", "pointer", "f32", aligned=True)
+
 # What a caller of paged attention passes, whichever family serves.
 _ATTENTION = (
     _pointer("q_ptr"),  # [tokens, query_heads, qk_dim]
@@ -41,7 +44,9 @@ _ATTENTION = (
     Argument("partial_acc_ptr", "pointer", "f32", aligned=True),  # [states, block_m, block_v]: scratch, see sizes.py
     Argument("partial_ml_ptr", "pointer", "f32", aligned=True),  # [states, 2, block_m]: running max (base 2) and sum
     _pointer("counters_ptr", "i32"),  # [grid]: arrivals per split item; zero between launches
-    _pointer("tickets_ptr", "i32"),  # [2]: work items handed out, programs that are done; zero between launches
+    # [2 + parts]: work items handed out, programs that are done, arrivals at row blocks cut in parts; zero between launches
+    _pointer("tickets_ptr", "i32"),
+    _PREFILL_PARTIAL,
     Argument("num_seqs", "i32"),
     Argument("max_pages", "i32"),  # columns of block_table: longer sequences are clamped to max_pages * page_size keys
     Argument("store_lse", "i32"),  # 1: write lse, 0: leave lse_ptr alone
@@ -66,6 +71,9 @@ def _maps(*names: str) -> tuple[Argument, ...]:
 
 # Sizes that bound a tensor map; kernels that load through pointers bound themselves by lengths.
 _MAP_SIZES = ("num_tokens", "num_pages")
+# Decode and prefill of one call may overlap: no scratch is of both.
+_DECODE_SCRATCH = ("partial", "counters")
+_PREFILL_SCRATCH = ("tickets", _PREFILL_PARTIAL.name)
 # What a tensor map of a tensor holds already.
 _IN_Q_MAP = ("q_ptr", "q_stride")
 _IN_CACHE_MAPS = ("k_cache", "v_cache")
@@ -74,12 +82,12 @@ _IN_CACHE_MAPS = ("k_cache", "v_cache")
 LATE_PROGRAMS = "late_programs"
 
 ARGUMENTS: dict[str, tuple[Argument, ...]] = {
-    "decode": _taken(but=("tickets", *_MAP_SIZES)),
-    "decode_ws": (*_maps("k_map", "v_map"), *_taken(but=("tickets", *_MAP_SIZES, *_IN_CACHE_MAPS))),
-    "prefill": _taken(but=("partial", "counters", "tickets", *_MAP_SIZES)),
+    "decode": _taken(but=(*_PREFILL_SCRATCH, *_MAP_SIZES)),
+    "decode_ws": (*_maps("k_map", "v_map"), *_taken(but=(*_PREFILL_SCRATCH, *_MAP_SIZES, *_IN_CACHE_MAPS))),
+    "prefill": _taken(but=(*_DECODE_SCRATCH, *_PREFILL_SCRATCH, *_MAP_SIZES)),
     "prefill_ws": (
         *_maps("q_map", "k_map", "v_map"),
-        *_taken(but=("partial", "counters", *_MAP_SIZES, *_IN_Q_MAP, "k_cache_ptr", "v_cache_ptr")),
+        *_taken(but=(*_DECODE_SCRATCH, _PREFILL_PARTIAL.name, *_MAP_SIZES, *_IN_Q_MAP, "k_cache_ptr", "v_cache_ptr")),
         Argument(LATE_PROGRAMS, "i32"),
     ),
     "varlen": (
@@ -148,10 +156,12 @@ ROLES = {"decode": "decode", "decode_ws": "decode", "prefill": "prefill", "prefi
 
 
 def arguments(
-    family: str, *, sinks: bool = False, alibi: bool = False, prefix_ranges: bool = False, rotary: bool = False
+    family: str, *, sinks: bool = False, alibi: bool = False, prefix_ranges: bool = False, rotary: bool = False, split: bool = False
 ) -> tuple[Argument, ...]:
-    """What a variant's kernel takes: the arguments of its family, then those of its features."""
-    return ARGUMENTS[family] + _features(family, sinks, alibi, prefix_ranges, rotary)
+    """What a variant's kernel takes: the arguments of its family, then those of its features, then what a prefill that cuts row
+    blocks along their keys (`split`) takes besides.
+    """
+    return ARGUMENTS[family] + _features(family, sinks, alibi, prefix_ranges, rotary) + (_PREFILL_PARTIAL,) * split
 
 
 def call_arguments(
@@ -170,7 +180,12 @@ def _features(family, sinks, alibi, prefix_ranges, rotary) -> tuple[Argument, ..
 
 def variant_arguments(variant: dict) -> tuple[Argument, ...]:
     """`arguments` of a manifest entry, whose absent fields are off."""
-    return arguments(variant["family"], **_manifest_features(variant))
+    return arguments(variant["family"], **_manifest_features(variant), split=cuts_keys(variant))
+
+
+def cuts_keys(variant: dict) -> bool:
+    """Whether a prefill variant (manifest entry) cuts row blocks along their keys, as the option `split` of prefill_ws says."""
+    return variant["family"] == "prefill_ws" and variant.get("options", {}).get("split", 0) == 1
 
 
 def can_overlap(arguments: tuple[Argument, ...]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from math import gcd
 from typing import NamedTuple
 
-from .arguments import ROLES
+from .arguments import ROLES, cuts_keys
 
 MIN_TILE = 16
 MERGE_GROUP = 32  # partial states that one program of decode_ws merges; longer items are merged in two levels
@@ -18,20 +18,22 @@ FILLING_SPLITS = 256
 SPLITS = (16, 32)
 MIN_SPLIT_KEYS = 512
 TICKETS = 2  # work items handed out and programs that are done, of a family whose programs take items in turn
+MATRIX_ROWS = 64  # query rows of a row block of prefill_ws that each group of computing warps owns
 POINTER_ALIGNMENT = 16
 
 
 class WorkspaceSize(NamedTuple):
-    """Elements of each scratch array of a workspace: float32, float32, int32 and int32."""
+    """Elements of each scratch array of a workspace: float32, float32, int32, int32 and float32."""
 
     partial_acc: int
     partial_ml: int
     counters: int
     tickets: int
+    prefill_partial: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four arrays together."""
+        """Bytes of the arrays together."""
         return 4 * sum(self)
 
 
@@ -93,6 +95,7 @@ def decode_workspace(programs: int, block_m: int, v_dim: int, states: int = 2) -
         partial_ml=states * programs * 2 * block_m,
         counters=programs,
         tickets=TICKETS,
+        prefill_partial=1,
     )
 
 
@@ -101,8 +104,8 @@ def partial_rows(block_m: int, group: int, max_query_len: int) -> int:
     return min(block_m, 1 << (group * max_query_len - 1).bit_length())
 
 
-def decode_ws_columns(v_dim: int) -> int:
-    """Columns of a decode_ws accumulator: the next power of two that holds v_dim, at least 64."""
+def gluon_columns(v_dim: int) -> int:
+    """Columns of the accumulator of a Gluon kernel: the next power of two that holds v_dim, at least 64."""
     return max(64, 1 << (v_dim - 1).bit_length())
 
 
@@ -116,15 +119,41 @@ def decode_ws_workspace(programs: int, rows: int, v_dim: int) -> WorkspaceSize:
     groups = -(-programs // MERGE_GROUP)
     states = 2 * (programs + groups)
     return WorkspaceSize(
-        partial_acc=states * rows * decode_ws_columns(v_dim),
+        partial_acc=states * rows * gluon_columns(v_dim),
         partial_ml=states * 2 * rows,
         counters=programs + 2 * groups,
         tickets=TICKETS,
+        prefill_partial=1,
+    )
+
+
+def prefill_state_words(v_dim: int) -> int:
+    """Words of what MATRIX_ROWS query rows keep of a part: as registers hold them, in which four lanes share the maximum and the sum
+    of a row, and all elements of the accumulator.
+    """
+    return MATRIX_ROWS * (4 * 2 + gluon_columns(v_dim))
+
+
+def prefill_ws_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
+    """Scratch of one prefill_ws launch of `programs` programs that cuts row blocks into parts.
+
+    There are no more parts than programs, of consumers that own MATRIX_ROWS rows each: prefill_partial [programs, consumers,
+    prefill_state_words], tickets [TICKETS + programs * consumers], zero between launches.
+    """
+    states = programs * (block_m // MATRIX_ROWS)
+    return WorkspaceSize(
+        partial_acc=1,
+        partial_ml=1,
+        counters=1,
+        tickets=TICKETS + states,
+        prefill_partial=states * prefill_state_words(v_dim),
     )
 
 
 def _variant_workspace(multiprocessors: int, variant: Mapping) -> WorkspaceSize:
     launched = programs(multiprocessors, variant)
+    if cuts_keys(variant):
+        return prefill_ws_workspace(launched, variant["block_m"], variant["v_dim"])
     if variant["family"] == "decode_ws":
         group = variant["query_heads"] // variant["kv_heads"]
         rows = partial_rows(variant["block_m"], group, variant["max_query_len"]) * variant["options"].get("heads", 1)
@@ -134,15 +163,15 @@ def _variant_workspace(multiprocessors: int, variant: Mapping) -> WorkspaceSize:
 
 
 def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> WorkspaceSize:
-    """Scratch that serves every given variant on a device: the elementwise maximum over its decode variants.
+    """Scratch that serves every given variant on a device: the elementwise maximum over those that split keys.
 
     `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m`, `v_dim`, of batch-invariant ones that and
-    `kv_heads`, and of decode_ws `query_heads`, `kv_heads`, `max_query_len` and `options`; families of another role need none but the
+    `kv_heads`, of decode_ws `query_heads`, `kv_heads`, `max_query_len` and `options`, of prefill_ws `options`; others need none but the
     tickets. No array is empty, so that each has an address.
     """
-    size = WorkspaceSize(1, 1, 1, TICKETS)
+    size = WorkspaceSize(1, 1, 1, TICKETS, 1)
     for variant in variants:
-        if ROLES.get(variant["family"]) == "decode":
+        if ROLES.get(variant["family"]) == "decode" or cuts_keys(variant):
             size = WorkspaceSize(*map(max, size, _variant_workspace(multiprocessors, variant)))
     return size
 

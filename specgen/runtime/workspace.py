@@ -1,4 +1,4 @@
-"""Scratch of the decode kernels: one caller-owned object, and the pool that keeps one per stream by default.
+"""Scratch of the attention kernels: one caller-owned object, and the pool that keeps one per stream by default.
 
 Allocates on a device and zeroes counters; launches nothing. Sizes come from sizes.py and are constants of
 package and device.
@@ -16,13 +16,13 @@ from .sizes import WorkspaceSize
 class Workspace:
     """Scratch for `attention` on one device, of a constant size.
 
-    `partial_acc` and `partial_ml` are float32, `counters` and `tickets` int32, each flat. The kernels leave counters
+    `partial_acc`, `partial_ml` and `prefill_partial` are float32, `counters` and `tickets` int32, each flat. The kernels leave counters
     and tickets zero, so one workspace serves any number of calls that run one after another; calls that may run at once,
     as two graphs that may replay at once, need two. `limits` holds what a call that uses it may hold at most.
     """
 
     __slots__ = (
-        "partial_acc", "partial_ml", "counters", "tickets", "scratch", "addresses", "device", "limits", "nbytes", "_owner",
+        *WorkspaceSize._fields, "scratch", "addresses", "device", "limits", "nbytes", "_owner",
     )  # fmt: skip
 
     def __init__(self, device: torch.device, size: WorkspaceSize, limits: Limits, owner: object):
@@ -36,11 +36,12 @@ class Workspace:
                 torch.empty(size.partial_ml, dtype=torch.float32, device=device),
                 torch.zeros(size.counters, dtype=torch.int32, device=device),
                 torch.zeros(size.tickets, dtype=torch.int32, device=device),
+                torch.empty(size.prefill_partial, dtype=torch.float32, device=device),
             )
 
     def hold(self, *scratch: torch.Tensor) -> None:
-        """Take these arrays, in the order of a launch: partial_acc, partial_ml, counters, tickets."""
-        self.partial_acc, self.partial_ml, self.counters, self.tickets = self.scratch = scratch
+        """Take these arrays, in the order of a launch: that of WorkspaceSize."""
+        self.partial_acc, self.partial_ml, self.counters, self.tickets, self.prefill_partial = self.scratch = scratch
         self.addresses = tuple(tensor.data_ptr() for tensor in scratch)
 
     def reset(self) -> None:

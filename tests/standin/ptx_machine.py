@@ -565,10 +565,15 @@ class _Parser:
         return self._arithmetic(s, o, np.abs, 1)
 
     def _op_min(self, s, o):
-        return self._arithmetic(s, o, np.fmin, 2)
+        return self._clamped(s, o, np.fmin)
 
     def _op_max(self, s, o):
-        return self._arithmetic(s, o, np.fmax, 2)
+        return self._clamped(s, o, np.fmax)
+
+    def _clamped(self, s, o, function):
+        if s[0] == "relu":
+            return self._arithmetic(s[1:], o, lambda a, b: np.fmax(function(a, b), 0).astype(a.dtype), 2)
+        return self._arithmetic(s, o, function, 2)
 
     def _op_fma(self, s, o):
         return self._arithmetic(s, o, lambda a, b, c: (a.astype(np.float64) * b + c).astype(a.dtype), 3)
