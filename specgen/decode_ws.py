@@ -17,7 +17,8 @@ LANES = 32
 ITEM_KEYS = 96
 MIN_SHARE_KEYS = 64  # keys x heads of an item worth a program: fewer cost more in merging than they save
 SHARE_SLACK = 16  # a share may be larger by one in so many to be aligned with items
-MAX_SEQS = 1024  # sequences whose lengths one warp plans in registers
+PLAN_SEQS = 256  # sequences whose lengths one warp reads at once
+LOADER_REGISTERS = 40  # of a thread of the loading warp: so many lengths and what its loop needs
 UNSEEN = "-3.4028234663852886e38"  # the lowest float32
 
 
@@ -107,14 +108,14 @@ class Shape:
         return max(1, min(sizes.MERGE_GROUP, elements // (self.state_rows * self.variant.block_v)))
 
     @property
-    def plan_seqs(self) -> int:
-        """Length of the plan's vectors: limits.max_seqs rounded up to a power of two, one or more a lane."""
-        return max(LANES, next_power_of_two(self.variant.max_seqs))
+    def plans_in_groups(self) -> bool:
+        """A batch may have more sequences than one warp reads at once."""
+        return self.variant.max_seqs > PLAN_SEQS
 
     @property
-    def loader_registers(self) -> int:
-        """Registers of a thread of the loading warp: the plan's vectors and what its loop needs."""
-        return 40 if self.plan_seqs <= 256 else 56 if self.plan_seqs <= 512 else 96
+    def plan_seqs(self) -> int:
+        """Length of the plan's vectors, one or more sequences a lane: limits.max_seqs rounded up to a power of two, or a group."""
+        return min(PLAN_SEQS, max(LANES, next_power_of_two(self.variant.max_seqs)))
 
     @property
     def shared_bytes(self) -> int:
@@ -132,7 +133,8 @@ class Shape:
         edge_rows = (g.sliding_window is not None or g.chunk is not None) and many_rows
         return {
             "total_warps": c.num_warps + 4,
-            "vector_plan": True,
+            "vector_plan": not self.plans_in_groups,
+            "plans_in_groups": self.plans_in_groups,
             "block_seqs": self.plan_seqs,
             "seqs_per_lane": self.plan_seqs // LANES,
             "heads": self.heads,
@@ -150,7 +152,7 @@ class Shape:
             "row_warps": self.row_warps,
             "one_row_block": self.variant.max_query_len * g.group <= c.block_m,
             "attending_threads": c.num_warps * LANES,
-            "loader_registers": self.loader_registers,
+            "loader_registers": LOADER_REGISTERS,
             "join_rows": self.join_rows,
             "partial_rows": self.partial_rows,
             "state_rows": self.state_rows,

@@ -143,7 +143,6 @@ def _decode_ws_refusal(variant: Variant, target: Target) -> str | None:
         ),
         (not (g.alibi or g.prefix_ranges), "implements neither ALiBi nor prefix ranges"),
         (not g.batch_invariant, "splits keys evenly over the whole batch, which batch_invariant excludes"),
-        (variant.max_seqs <= decode_ws.MAX_SEQS, f"plans up to {decode_ws.MAX_SEQS} sequences, not {variant.max_seqs}"),
         (shape.heads in decode_ws.HEADS, f"attends to one of {decode_ws.HEADS} heads at once, not {shape.heads}"),
         (g.kv_heads % shape.heads == 0, f"attends to {shape.heads} key/value heads at once, which do not divide {g.kv_heads}"),
         (unit <= g.page_size, f"takes boxes from one page, of {g.page_size} keys, not {unit}"),

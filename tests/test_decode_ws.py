@@ -49,24 +49,28 @@ def heads_at_once(heads: int) -> Config:
 
 @dataclass(frozen=True)
 class Run:
-    """A variant over batches: its geometry's changes, configuration, query rows that it takes, programs of a launch."""
+    """A variant over batches: its geometry's changes, configuration, query rows that it takes, programs of a launch,
+    sequences of a call.
+    """
 
     changes: dict
     config: Config = NARROW
     max_query_len: int = 1
     programs: int = 5
     layout: str = "NHD"
+    max_seqs: int = 32
 
     @property
     def variant(self) -> Variant:
-        return Variant("decode_ws", replace(GEOMETRY, **self.changes), self.config, True, 32, self.max_query_len)
+        return Variant("decode_ws", replace(GEOMETRY, **self.changes), self.config, True, self.max_seqs, self.max_query_len)
 
     @property
     def case(self) -> Case:
         g = self.variant.geometry
         return Case(
             "", "decode", g.dtype, g.v_dim, "layer", g.query_heads, g.kv_heads, g.qk_dim, g.page_size, g.mask, g.scale,
-            g.sliding_window, g.chunk, g.softcap, g.sinks, layout=self.layout, max_seqs=32, max_seq_len=1 << 20, max_tokens=400,
+            g.sliding_window, g.chunk, g.softcap, g.sinks, layout=self.layout, max_seqs=self.max_seqs, max_seq_len=1 << 20,
+            max_tokens=400,
         )  # fmt: skip
 
 
@@ -240,6 +244,32 @@ def test_short_items(batch, programs):
 def test_short_items_of_other_shapes(name):
     for batch in SHORT.values():
         check(RUNS[name], fit(batch, RUNS[name].case, RUNS[name].max_query_len))
+
+
+def sparse(seqs: int, decodes: range) -> Batch:
+    """Sequences of which these are decode's, of up to 130 keys; the others have no query row or too many."""
+    others = ((0, 20), (0, 0), (2, 5), (0, -1))
+    return Batch(f"sparse_{seqs}", tuple((1, 40 * i % 130 - 1) if i in decodes else others[i % 4] for i in range(seqs)))
+
+
+# A call may have more sequences than one warp reads at once: groups that are full, begun, without work, the last.
+MANY = {
+    "3": Batch("3", ((2, 40), (1, 100), (0, 3))),
+    "256": sparse(256, range(0, 256, 15)),
+    "257": sparse(257, range(0, 257, 16)),
+    "600": sparse(600, range(37, 600, 13)),
+    "600_last": sparse(600, range(580, 600, 9)),
+    **{
+        f"600_of_{keys}": Batch(f"600_of_{keys}", tuple((1, keys[i // 256]) if i % 100 > 95 else (0, 3) for i in range(600)))
+        for keys in ((20, 20, 20), (99, 20, 99), (99, 20, 20))
+    },
+}
+MANY_SEQS = Run({"query_heads": 1, "kv_heads": 1, "qk_dim": 16, "v_dim": 16}, programs=9, max_seqs=600)
+
+
+@pytest.mark.parametrize("batch", [*MANY])
+def test_more_sequences_than_one_warp_reads_at_once(batch):
+    check(MANY_SEQS, MANY[batch])
 
 
 @slow

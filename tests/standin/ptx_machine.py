@@ -590,6 +590,9 @@ class _Parser:
     def _op_not(self, s, o):
         return self._arithmetic(s, o, lambda a: ~a, 1)
 
+    def _op_popc(self, s, o):
+        return self._map(o, ["u32"], lambda a: np.unpackbits(a.view(np.uint8).reshape(*a.shape, 4), axis=-1).sum(-1, dtype=np.uint32))
+
     def _op_ex2(self, s, o):
         return self._arithmetic(s, o, np.exp2, 1)
 
