@@ -218,7 +218,7 @@ def _next_octave(octave, lengths):
     """The highest octave below one that some sequence is in."""
     highest = gl.full([32], -1, gl.int32, LANES)
     for first in range(0, lengths[2], 32):
-        blocks, octaves = _blocks_of(_read_group(first, lengths))
+        _, octaves = _blocks_of(_read_group(first, lengths))
         highest = gl.maximum(highest, gl.where(octaves < octave, octaves, -1))
     return gl.max(highest, 0)
 
