@@ -106,6 +106,7 @@ def _common_view(variant: Variant) -> dict:
         "batch_invariant": g.batch_invariant,
         "max_splits": variant.max_splits,
         "min_split_tiles": variant.min_split_tiles,
+        "item_tiles": variant.item_tiles,
         "rotary": g.rotary_dim is not None,
         "rotary_dim": g.rotary_dim,
         "rotary_style": g.rotary_style,

@@ -25,7 +25,7 @@ _NEEDS = (
 _SCALES = (1e-30, 1e30)
 _SOFTCAPS = (1e-3, 1e6)
 # Work is counted in int32. What is left of 2^31 covers the rounding up of shares to any grid (at most 2 per program)
-# and what decode_ws counts for an item behind the last.
+# and what decode counts for an item behind the last.
 _MAX_ITEMS = (1 << 31) - (1 << 20)
 
 
@@ -110,7 +110,7 @@ def _grain(variant: Variant) -> int:
 
 def _item_cost(variant: Variant) -> int:
     """Of these, what decode counts for an item besides its own."""
-    return decode_ws.Shape(variant).item_units if variant.family == "decode_ws" else 0
+    return decode_ws.Shape(variant).item_units if variant.family == "decode_ws" else variant.item_tiles
 
 
 def _copies_and_registers(variant: Variant) -> tuple[tuple[bool, str], ...]:

@@ -22,6 +22,8 @@ UNBOUNDED = (1 << 31) - 1
 # multiprocessors that a launch takes, keys of a box. prefill_ws: warps that load, whether row blocks are cut along their keys (1: yes).
 TUNABLES = ("align", "fetch", "heads", "loaders", "share", "split", "unit")
 DECODE_UNIT = 16
+# What an item of plain decode costs besides its key tiles, in tiles of any size: reading queries, joining, writing.
+ITEM_TILES = 1
 LOG2E = 1.4426950408889634
 
 
@@ -265,6 +267,11 @@ class Variant:
     def min_split_tiles(self) -> int:
         """Key tiles at least of such a split, but for a sequence's last."""
         return sizes.split_tiles(self.config.tile_n)
+
+    @property
+    def item_tiles(self) -> int:
+        """Key tiles that plain decode counts for an item besides its own, where its splits may depend on the whole batch."""
+        return 0 if self.geometry.batch_invariant else ITEM_TILES
 
     def tunable(self, name: str, default: int | None) -> int | None:
         """An option of the configuration."""

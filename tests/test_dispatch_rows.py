@@ -351,7 +351,7 @@ def test_counts_that_pass_int32_are_refused():
     decode = next(v for v in variants if v.family == "decode" and v.max_query_len == 1 and v.aligned)
     prefill = next(v for v in variants if v.family == "prefill" and v.aligned)
     assert reason(decode) is None and reason(prefill, **many) is None
-    tiles = 4096 * (1 << 24) // decode.config.tile_n * 128
+    tiles = 4096 * ((1 << 24) // decode.config.tile_n + decode.item_tiles) * 128
     assert f"{tiles} key tiles of {decode.config.tile_n}" in reason(decode, **many)
     assert "max_seqs 4096" in reason(decode, **many)
     warps = next(v for v in variants if v.family == "decode_ws" and v.max_query_len == 1)
@@ -376,7 +376,7 @@ def test_the_bound_holds_for_batches():
                 left -= queries
                 blocks = -(-queries * g.group // c.block_m) * g.kv_heads
                 if variant.family == "decode" and 1 <= queries <= variant.max_query_len:
-                    total += max(-(-keys // c.tile_n), 1) * blocks
+                    total += (max(-(-keys // c.tile_n), 1) + variant.item_tiles) * blocks
                 elif variant.family == "prefill" and queries > variant.max_query_len:
                     total += blocks
                 elif variant.family == "varlen":

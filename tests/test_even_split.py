@@ -1,6 +1,11 @@
-"""The even split of decode_ws in numbers: the model that tests/test_decode_ws.py holds its kernels to, over many batches."""
+"""The even split of decode_ws and decode in numbers: the model that tests hold their kernels to, over many batches.
 
+Decode runs in Triton's interpreter, in a process of its own; tests/test_decode_ws.py runs decode_ws.
+"""
+
+import os
 import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
-from even_split import Split, split_of  # noqa: E402
+from even_split import Split, decode_split, split_of  # noqa: E402
 
 from specgen.decode_ws import Shape
 from specgen.runtime.sizes import MERGE_GROUP
@@ -17,6 +22,7 @@ from specgen.variant import Config, Geometry, Variant
 CONFIG = Config(16, 64, 4, 6, 2, (("maxnreg", 168),))
 SHAPE = Shape(Variant("decode_ws", Geometry(32, 8, 128, 128, "bfloat16", 16, 128**-0.5, "causal"), CONFIG, True, 256, 1))
 PROGRAMS = 264
+DECODE = replace(SHAPE.variant, family="decode", config=Config(16, 64, 4, 3, 2))
 
 
 def drawn(rng: random.Random) -> Split:
@@ -35,16 +41,16 @@ def test_what_kernels_and_workspace_count_on(seed):
     rng = random.Random(seed)
     for _ in range(50):
         split = drawn(rng)
-        pieces, programs = split.pieces(), split.programs
+        pieces, programs, merges = split.pieces(), split.programs, split.merges()
         assert all(0 <= piece.program < programs and piece.units > 0 for piece in pieces)
         assert [(piece.program, piece.item) for piece in pieces] == sorted({(each.program, each.item) for each in pieces})
         for item, units in enumerate(split.items):
             assert sum(piece.units for piece in pieces if piece.item == item) == units
         # The loop of a program: wherever its share begins, its first item has a unit for it, gap or not.
-        for start in range(0, split.starts[-1] - split.gap, split.share):
-            assert any(piece.program == start // split.share for piece in pieces)
-        slots = [slot for each, _ in split.merges() for slot in each]
-        counters = [counter for _, each in split.merges() for counter in each]
+        end = split.starts[-1] - split.gap
+        assert {piece.program for piece in pieces} == set(range(-(-end // split.share)))
+        slots = [slot for each, _ in merges for slot in each]
+        counters = [counter for _, each in merges for counter in each]
         groups = -(-programs // MERGE_GROUP)
         assert len(slots) == len(set(slots)) and all(0 <= slot < 2 * (programs + groups) for slot in slots)
         assert len(counters) == len(set(counters)) and all(0 <= each < programs + 2 * groups for each in counters)
@@ -75,6 +81,28 @@ def test_short_items_do_not_crowd_one_program(lengths, before, after):
     """Units of the program that takes longest, an item at its cost: by keys alone, and with what items cost."""
     split = split_of(SHAPE, tuple((1, keys) for keys in lengths), PROGRAMS)
     assert (by_keys_alone(split), split.longest_program(split.cost)) == (before, after)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "before", "after"),
+    [
+        ((126_247,) + (16,) * 16, 122, 62),
+        ((16,) * 16 + (126_247,), 122, 62),
+        ((4096,) * 32, 65, 65),
+        ((17, 16), 2, 2),
+    ],
+)
+def test_short_items_do_not_crowd_one_program_of_decode(lengths, before, after):
+    """The same in key tiles; items that are alike are split as they were."""
+    split = decode_split(DECODE, tuple((1, keys) for keys in lengths), PROGRAMS)
+    assert (by_keys_alone(split), split.longest_program(split.cost)) == (before, after)
+
+
+def test_decode_keeps_to_the_model():
+    script = Path(__file__).parent / "standin" / "decode_in_interpreter.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(("heads", "unit", "programs", "units"), [(1, 16, 2, 3), (1, 16, 1, 6), (1, 64, 2, 1), (4, 16, 2, 1)])

@@ -1,11 +1,13 @@
-"""A model in plain Python of how decode_ws cuts a batch into shares: what each program attends to, and through which slots of
-scratch the states of an item meet. Follows templates/blocks/decode_ws/plan.jinja and merge.jinja; tests hold kernels to it.
+"""A model in plain Python of how decode and decode_ws cut a batch into shares: what each program attends to, and through which
+slots of scratch the states of an item meet. Follows templates/kernels/decode.py.jinja, and templates/blocks/decode_ws/plan.jinja
+and merge.jinja; tests hold kernels to it.
 """
 
 from dataclasses import dataclass
 
 from specgen.decode_ws import SHARE_SLACK, Shape
 from specgen.runtime.sizes import MERGE_GROUP
+from specgen.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Piece:
 @dataclass(frozen=True)
 class Split:
     """Items of so many units (at least one each), in order, among `programs`; `cost` and `least` as Shape's item_units and
-    min_share; `aligns`: shares may be aligned with items that are alike.
+    min_share; `aligns`: shares may be aligned with items that are alike. A unit of decode is a key tile.
     """
 
     items: tuple[int, ...]
@@ -72,11 +74,12 @@ class Split:
     def merges(self) -> list[tuple[list[int], list[int]]]:
         """(slots, counters) that each item of several programs uses, those of groups of programs among them."""
         starts, share, found = self.starts, self.share, []
+        kept = [(piece.item, piece.slot) for piece in self.pieces() if piece.slot is not None]
         for item, units in enumerate(self.items):
             first, last = starts[item] // share, (starts[item] + units - 1) // share
             if first == last:
                 continue
-            slots = [piece.slot for piece in self.pieces() if piece.item == item]
+            slots = [slot for of, slot in kept if of == item]
             counters = [first]
             if last - first >= MERGE_GROUP:
                 groups = range(first // MERGE_GROUP, last // MERGE_GROUP + 1)
@@ -96,7 +99,19 @@ class Split:
 
 def split_of(shape: Shape, batch: tuple[tuple[int, int], ...], programs: int) -> Split:
     """How `shape` splits sequences of (query rows, keys)."""
-    g, c, most = shape.variant.geometry, shape.variant.config, shape.variant.max_query_len
+    items = items_of(shape.variant, batch, shape.unit)
+    aligns = shape.variant.tunable("align", 1) == 1
+    return Split(items, programs, shape.item_units, shape.min_share, aligns)
+
+
+def decode_split(variant: Variant, batch: tuple[tuple[int, int], ...], programs: int) -> Split:
+    """How plain decode splits them, where its splits may depend on the whole batch."""
+    return Split(items_of(variant, batch, variant.config.tile_n), programs, variant.item_tiles, 1, aligns=False)
+
+
+def items_of(variant: Variant, batch: tuple[tuple[int, int], ...], unit: int) -> tuple[int, ...]:
+    """Units of so many keys of each item of sequences of (query rows, keys)."""
+    g, c, most = variant.geometry, variant.config, variant.max_query_len
     items = []
     for queries, keys in batch:
         if not 1 <= queries <= most:
@@ -106,8 +121,7 @@ def split_of(shape: Shape, batch: tuple[tuple[int, int], ...], programs: int) ->
             left = max(left, keys - queries + 1 - g.sliding_window)
         if g.chunk is not None:
             left = max(left, (keys - queries) // g.chunk * g.chunk)
-        units = max(-(-keys // shape.unit) - left // shape.unit, 1)
+        units = max(-(-keys // unit) - left // unit, 1)
         row_blocks = -(-queries * g.group // c.block_m)
-        items += [units] * (row_blocks * g.kv_heads // shape.heads)
-    aligns = shape.variant.tunable("align", 1) == 1
-    return Split(tuple(items), programs, shape.item_units, shape.min_share, aligns)
+        items += [units] * (row_blocks * g.kv_heads // variant.heads_box)
+    return tuple(items)

@@ -3,8 +3,9 @@
 """Paged decode, 8 query heads over 4 key/value heads, head size 64, bfloat16, causal, window 100, softcap 50.0, pages of 16.
 
 Takes every sequence with at most 1 query row(s). The linearised space (sequence, key/value head, row block, key tile)
-is cut into equal shares, one per program, planned from the lengths on the device. An item that spans programs leaves
-partial states in scratch; the last program to arrive merges them in order, so the result does not depend on timing.
+is cut into equal shares, one per program, planned from the lengths on the device. Each item is lengthened by
+what it costs besides its tiles. One that spans programs leaves partial states in scratch; the last program to arrive merges them
+in order, so the result does not depend on timing.
 
 Launch: a constant grid of multiprocessors x 2, 4 warps, 3 stages.
 Tuning: default, not measured for this geometry.
@@ -32,6 +33,7 @@ MAX_SEQS: tl.constexpr = tl.constexpr(8)  # sequences a launch can plan, limits.
 BLOCK_M: tl.constexpr = tl.constexpr(16)  # query rows of a tile: token x head of the group
 TILE_N: tl.constexpr = tl.constexpr(128)  # keys of a tile
 NUM_STAGES: tl.constexpr = tl.constexpr(3)  # key/value tiles in flight
+ITEM_TILES: tl.constexpr = tl.constexpr(1)  # what an item costs besides its tiles, in tiles
 MAX_QUERY_LEN: tl.constexpr = tl.constexpr(1)  # longer sequences belong to prefill
 
 
@@ -156,10 +158,15 @@ def decode_h8x4_d64_p16_bf16_causal_window100_cap50_0_q1_m16n128_w4s3c2(
     lefts = tl.maximum((first_positions) - WINDOW + 1, 0)  # [MAX_SEQS]
     first_tiles = lefts // TILE_N  # [MAX_SEQS]
     key_tiles = tl.maximum(tl.cdiv(kv_lens, TILE_N) - first_tiles, 1)  # [MAX_SEQS]
-    seq_tiles = tl.where(decodes, key_tiles * row_blocks * KV_HEADS, 0)  # [MAX_SEQS]
+    # Before the tiles of each item a gap, in which nothing is done: none where all items are alike, of which even shares of
+    # tiles have about as many each. No program lies within a gap, because a share is longer.
+    longest = tl.max(tl.where(decodes, key_tiles, 1), 0)
+    shortest = tl.min(tl.where(decodes, key_tiles, 0x7FFFFFFF), 0)
+    item_cost = tl.where(longest == shortest, 0, ITEM_TILES)
+    seq_tiles = tl.where(decodes, (item_cost + key_tiles) * row_blocks * KV_HEADS, 0)  # [MAX_SEQS]
     seq_ends = tl.cumsum(seq_tiles, 0)  # [MAX_SEQS]
     total = tl.sum(seq_tiles, 0)
-    share = tl.maximum(tl.cdiv(total, programs), 1)
+    share = tl.maximum(tl.cdiv(total, programs), item_cost + 1)
     start = program * share
     end = tl.minimum(start + share, total)
 
@@ -170,7 +177,7 @@ def decode_h8x4_d64_p16_bf16_causal_window100_cap50_0_q1_m16n128_w4s3c2(
         seq_start = tl.sum(tl.where(seqs == seq, seq_ends - seq_tiles, 0), 0)
         item_tiles = tl.sum(tl.where(seqs == seq, key_tiles, 0), 0)
         left = tl.sum(tl.where(seqs == seq, lefts, 0), 0)
-        item = (tile - seq_start) // item_tiles
+        item = (tile - seq_start) // (item_cost + item_tiles)
         kv_head = item % KV_HEADS
         row_block = item // KV_HEADS
         q_start = tl.load(cu_seqlens_q_ptr + seq)
@@ -180,7 +187,8 @@ def decode_h8x4_d64_p16_bf16_causal_window100_cap50_0_q1_m16n128_w4s3c2(
         k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * k_cache_stride_head
         v_head_ptr = v_cache_ptr + kv_head.to(tl.int64) * v_cache_stride_head
 
-        item_start = seq_start + item * item_tiles
+        item_start = seq_start + item * (item_cost + item_tiles) + item_cost  # its first tile
+        tile = tl.maximum(tile, item_start)
         first_tile = tile - item_start
         last_tile = tl.minimum(item_tiles, end - item_start)
 
@@ -288,4 +296,4 @@ def decode_h8x4_d64_p16_bf16_causal_window100_cap50_0_q1_m16n128_w4s3c2(
 
                 # Ready for the next launch or replay; nobody else counts here in this one.
                 tl.store(counters_ptr + first_program, 0)
-        tile += last_tile - first_tile
+        tile += last_tile - first_tile + item_cost
