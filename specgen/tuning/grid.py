@@ -15,7 +15,7 @@ from specgen.errors import Diagnostic, SpecError, shown
 
 STEP = 4  # factor between neighbours of the grid
 SHORTEST = 16  # keys of the smallest batches
-RANDOM = 16  # of each kind, beside the grid
+RANDOM = 16  # of each kind, beside a grid of STEP; fewer beside a coarser one
 _RANDOM_SEED = 2
 _COARSE = 2  # the exponent of the factor where three lengths vary at once
 _RAGGED_SEED = 1
@@ -28,17 +28,18 @@ def grid(limits: Mapping[str, int], step: int = STEP) -> list[Workload]:
     """Decode, speculative, prefill, chunked and mixed batches within `limits` (those of a manifest), `step` apart.
 
     Lengths go down from the limits in powers of `step`; where three of them vary at once, in powers of step squared. Decode, chunked
-    and mixed batches have the middles between these too, and RANDOM batches of each kind are drawn: what a tree learned from
+    and mixed batches have the middles between these too, and up to RANDOM batches of each kind are drawn: what a tree learned from
     even batches alone was up to 2.2 times behind the best on uneven ones on an H200.
     """
     most = limits["max_spec_tokens"]
     coarse = step**_COARSE
+    drawn = max(1, RANDOM * STEP // step)
     found = [
         *_decode(limits, step, coarse),
         *_spec(limits, most, coarse),
         *_prefill(limits, most, step, coarse),
         *_mixed(limits, most, coarse),
-        *(workload.name for kind in KINDS for workload in random_workloads(kind, RANDOM, limits, _RANDOM_SEED)),
+        *(workload.name for kind in KINDS for workload in random_workloads(kind, drawn, limits, _RANDOM_SEED)),
     ]
     workloads = (parse(name) for name in dict.fromkeys(found))
     return [workload for workload in workloads if workload.beyond(limits) is None]

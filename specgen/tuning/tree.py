@@ -12,9 +12,9 @@ from typing import NamedTuple
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 
-MAX_LEAVES = 16
-# What one more leaf must save: this much of the mean cost, a log slowdown; 0.002 is 0.2 % of the geometric mean.
-MIN_GAIN = 0.002
+MAX_LEAVES = 24
+# What one more leaf must save: this much of the mean cost, a log slowdown; 0.001 is 0.1 % of the geometric mean.
+MIN_GAIN = 0.001
 # When a tree has too many leaves, how much dearer they get; from what price on.
 _DEARER = 1.5
 _LEAST_PRICE = 1e-6
