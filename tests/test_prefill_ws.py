@@ -161,7 +161,8 @@ def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int
     sinks = torch.zeros(1) if pool.sinks is None else pool.sinks
     tensors = {
         "q": pool.q, "k_cache": pool.k_cache, "v_cache": pool.v_cache, "out": pool.out, "lse": lse, "seq_lens": pool.seq_lens,
-        "block_table": pool.block_table, "cu_seqlens_q": pool.cu_seqlens_q, "tickets": torch.zeros(scratch.tickets, dtype=torch.int32), "prefill_partial": torch.full((scratch.prefill_partial,), float("nan")),
+        "block_table": pool.block_table, "cu_seqlens_q": pool.cu_seqlens_q, "tickets": torch.zeros(scratch.tickets, dtype=torch.int32),
+        "prefill_partial": torch.full((scratch.prefill_partial,), float("nan")),
         "sinks_bf16": sinks if sinks.dtype == torch.bfloat16 else torch.zeros(1), "sinks_f32": sinks,
     }  # fmt: skip
     caches = {name: pool.by_slot(tensors[name]) for name in ("k_cache", "v_cache")}

@@ -197,7 +197,7 @@ def test_head_tile(v_dim, columns):
     assert sizes.head_tile(v_dim) == columns >= sum(sizes.head_tiles(v_dim))
 
 
-def test_workspace_size_is_the_maximum_over_decode_variants():
+def test_workspace_size_is_the_maximum_over_variants_that_split_keys():
     wide = {"family": "decode", "ctas_per_multiprocessor": 1, "block_m": 64, "v_dim": 100}
     many = {"family": "decode", "ctas_per_multiprocessor": 4, "block_m": 16, "v_dim": 16}
     other = {"family": "prefill", "ctas_per_multiprocessor": 8, "block_m": 128, "v_dim": 256}

@@ -23,13 +23,15 @@ POINTER_ALIGNMENT = 16
 
 
 class WorkspaceSize(NamedTuple):
-    """Elements of each scratch array of a workspace: float32, float32, int32, int32 and float32."""
+    """Elements of each scratch array of a workspace: float32, float32, int32, int32 and float32. What needs none of an array takes
+    the least there is: none is empty, so that each has an address.
+    """
 
-    partial_acc: int
-    partial_ml: int
-    counters: int
-    tickets: int
-    prefill_partial: int
+    partial_acc: int = 1
+    partial_ml: int = 1
+    counters: int = 1
+    tickets: int = TICKETS
+    prefill_partial: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -94,8 +96,6 @@ def decode_workspace(programs: int, block_m: int, v_dim: int, states: int = 2) -
         partial_acc=states * programs * block_m * head_tile(v_dim),
         partial_ml=states * programs * 2 * block_m,
         counters=programs,
-        tickets=TICKETS,
-        prefill_partial=1,
     )
 
 
@@ -122,8 +122,6 @@ def decode_ws_workspace(programs: int, rows: int, v_dim: int) -> WorkspaceSize:
         partial_acc=states * rows * gluon_columns(v_dim),
         partial_ml=states * 2 * rows,
         counters=programs + 2 * groups,
-        tickets=TICKETS,
-        prefill_partial=1,
     )
 
 
@@ -142,9 +140,6 @@ def prefill_ws_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSi
     """
     states = programs * (block_m // MATRIX_ROWS)
     return WorkspaceSize(
-        partial_acc=1,
-        partial_ml=1,
-        counters=1,
         tickets=TICKETS + states,
         prefill_partial=states * prefill_state_words(v_dim),
     )
@@ -166,10 +161,9 @@ def workspace_size(multiprocessors: int, variants: Iterable[Mapping]) -> Workspa
     """Scratch that serves every given variant on a device: the elementwise maximum over those that split keys.
 
     `variants` are manifest entries with `family`, `ctas_per_multiprocessor`, `block_m`, `v_dim`, of batch-invariant ones that and
-    `kv_heads`, of decode_ws `query_heads`, `kv_heads`, `max_query_len` and `options`, of prefill_ws `options`; others need none but the
-    tickets. No array is empty, so that each has an address.
+    `kv_heads`, of decode_ws `query_heads`, `kv_heads`, `max_query_len` and `options`, of prefill_ws `options`; others need the least.
     """
-    size = WorkspaceSize(1, 1, 1, TICKETS, 1)
+    size = WorkspaceSize()
     for variant in variants:
         if ROLES.get(variant["family"]) == "decode" or cuts_keys(variant):
             size = WorkspaceSize(*map(max, size, _variant_workspace(multiprocessors, variant)))

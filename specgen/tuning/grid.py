@@ -29,7 +29,7 @@ def grid(limits: Mapping[str, int], step: int = STEP) -> list[Workload]:
 
     Lengths go down from the limits in powers of `step`; where three of them vary at once, in powers of step squared. Decode, chunked
     and mixed batches have the middles between these too, and up to RANDOM batches of each kind are drawn: what a tree learned from
-    even batches alone was up to 2.2 times behind the best on uneven ones on an H200.
+    even batches alone was up to 2.3 times behind the best on uneven ones on an H200.
     """
     most = limits["max_spec_tokens"]
     coarse = step**_COARSE
