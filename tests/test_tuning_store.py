@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,6 +181,26 @@ def test_many_processes_write_at_once(tmp_path):
     assert [(process.communicate()[0].count("\n"), process.returncode) for process in writers] == [(25, 0)] * 3
     with Store(tmp_path / "tune.db") as store:
         assert len(store.measurements()) == 75
+
+
+OPENER = """
+import sys, time
+from specgen.tuning.store import Store
+start = float(sys.argv[1])
+for n, path in enumerate(sys.argv[2:]):
+    while time.time() < start + n / 50:
+        pass
+    with Store(path) as store:
+        assert store.measurements() == []
+"""
+
+
+def test_many_processes_make_the_file_at_the_same_moment(tmp_path):
+    paths = [str(tmp_path / f"{n}.db") for n in range(50)]
+    command = [sys.executable, "-c", OPENER, str(time.time() + 2), *paths]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    openers = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [process.communicate()[1] for process in openers] == [""] * 4
 
 
 def test_many_threads_share_a_store(tmp_path):

@@ -149,15 +149,12 @@ class Store:
         return len(found)
 
     def _open(self) -> None:
-        application, version = self._pragma("application_id"), self._pragma("user_version")
-        if (application, version) == (0, 0) and self._pragma("schema_version") == 0:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            with self._transaction():
-                if self._pragma("user_version") == 0:  # no other process was first
-                    for statement in _SCHEMA.split(";"):
-                        self._db.execute(statement)
-                    self._db.execute(f"PRAGMA application_id = {_APPLICATION}")
-                    self._db.execute(f"PRAGMA user_version = {VERSION}")
+        with self._transaction():  # of what several processes make at once, each sees nothing or the whole
+            if self._pragma("schema_version") == self._pragma("application_id") == self._pragma("user_version") == 0:
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA application_id = {_APPLICATION}")
+                self._db.execute(f"PRAGMA user_version = {VERSION}")
             application, version = self._pragma("application_id"), self._pragma("user_version")
         if application != _APPLICATION:
             raise SpecgenError(f"{self.path}: a database of something else than measurements")
@@ -167,6 +164,8 @@ class Store:
         if (health := self._pragma("quick_check")) != "ok":
             raise sqlite3.DatabaseError(health)
         self._db.execute("PRAGMA foreign_keys = ON")
+        with contextlib.suppress(sqlite3.OperationalError):  # for speed (0.9 ms instead of 2.5 to add one); if the file
+            self._db.execute("PRAGMA journal_mode = WAL")  # is in use, SQLite does not wait: a later opener's will do
 
     def _pragma(self, name: str):
         return self._db.execute(f"PRAGMA {name}").fetchone()[0]
