@@ -296,7 +296,7 @@ def alone() -> list[str]:
     """Of each measured geometry, prefill alone against the same prefill with decode, over batches of several sequences."""
     lines = [_row("heads", "a decode in vain", "prefill alone / with decode, at most"), _row("---", "---:", "---:")]
     settings: dict[tuple, list] = {}
-    for m in shipped():
+    for m in sorted(shipped(), key=lambda m: m.setting.reference):
         settings.setdefault((m.setting.gpu.name, m.setting.geometry), []).append(m)
     for (gpu, of), measurements in settings.items():
         seqs = {(m.workload, m.bounds): m.seqs for m in measurements}

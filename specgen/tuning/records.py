@@ -6,6 +6,7 @@ and a Schedule (the kernels of one attention call). Each has a reference: a read
 
 import ast
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
@@ -26,6 +27,8 @@ WITHOUT_BATCH = ("compile", "budget")
 ROLES = ("decode", "prefill")  # in the order of Schedule.launches
 # Fields of a Geometry that no attention kernel reads: append_kv rotates.
 _NOT_READ = {"rotary_dim": None, "rotary_style": None}
+# By hand: the standard tokenizer takes 90 ms for a kernel, and other versions of Python see other tokens in a string.
+_STRING_OR_COMMENT = re.compile(r"""(?P<quote>\"{3}|'{3}|"|')(?:\\.|.)*?(?P=quote)|#[^\n]*""", re.DOTALL)
 _DIGITS = 8  # of a content's sha256 in a reference
 _RESOLUTION_US = 2  # decimals of a stored time
 
@@ -318,12 +321,19 @@ def _adapters(kind: type) -> dict[str, TypeAdapter]:
 
 
 def kernel_digest(source: str) -> str:
-    """Sixteen hexadecimal digits of the sha256 of a rendered, unformatted kernel module without its banner and docstring.
+    """Sixteen hexadecimal digits of the sha256 of the code of a rendered, unformatted kernel module.
 
-    Those name the spec and the tuning that chose the kernel; what is left decides the binary.
+    Comments, docstrings and blank lines are left out: they name the spec and the tuning that chose the kernel and explain
+    it; what is left decides the instructions. ValueError if the text is not that of a Python module.
     """
-    docstring = ast.parse(source).body[0]
-    if not (isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)):
-        raise ValueError("a kernel module starts with a docstring")
-    code = "".join(source.splitlines(keepends=True)[docstring.end_lineno :])
-    return sha256(code.strip().encode()).hexdigest()[:16]
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ValueError(f"not a Python module: {error}") from None
+    lines = _STRING_OR_COMMENT.sub(lambda found: found[0] if found["quote"] else "", source).splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            text = node.body[0]
+            lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
+    code = [line.rstrip() for line in lines if line.strip()]
+    return sha256("\n".join(code).encode()).hexdigest()[:16]
