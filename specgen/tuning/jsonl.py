@@ -6,12 +6,11 @@ lines; then `measurement` lines, which hold their references. Lines of a kind ar
 more line of a diff. Times are microseconds.
 """
 
-import json
 from collections.abc import Iterable
 from itertools import groupby
 from os import PathLike
-from pathlib import Path
 
+from specgen import json_text
 from specgen.errors import Diagnostic, SpecError, shown
 from specgen.tuning.records import (
     Measurement,
@@ -90,14 +89,16 @@ def loads(text: str, path: str, geometry: Geometry | None = None) -> list[Measur
     return found
 
 
+def geometries(path: str | PathLike) -> frozenset[Geometry]:
+    """The geometries that a sound file has measurements of, without reading these."""
+    lines = (json_text.loads(line) for line in json_text.read_text(path).splitlines() if '"geometry": {' in line)
+    settings = ({name: value for name, value in line.items() if name != "setting"} for line in lines if "setting" in line)
+    return frozenset(setting_of(fields).geometry for fields in settings)
+
+
 def read(path: str | PathLike, geometry: Geometry | None = None) -> list[Measurement]:
     """The measurements of a file (of one geometry). Raises SpecError if it cannot be read, or with the place of every line that is wrong."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise SpecError([Diagnostic(str(path), None, None, "", f"cannot be read: {reason}")]) from None
-    return loads(text, str(path), geometry)
+    return loads(json_text.read_text(path), str(path), geometry)
 
 
 def unique_by_id(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -128,9 +129,9 @@ def _parsed(text: str, path: str) -> tuple[list[tuple[int, dict]], list[Diagnost
     lines, mistakes = [], []
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            mistakes.append(Diagnostic(path, number, getattr(error, "colno", None), "", f"not JSON: {error}"))
+            value = json_text.loads(line)
+        except json_text.NotJson as error:
+            mistakes.append(Diagnostic(path, number, *json_text.place_in_line(error), str(error)))
             continue
         if isinstance(value, dict):
             lines.append((number, value))
