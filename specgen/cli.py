@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import os
 import shlex
 import sys
 import time
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from specgen import __version__
 from specgen.errors import SpecgenError
+from specgen.write import write_file
 
 # Text is printed as it is: a path may hold brackets or colons.
 _PLAIN = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("list", _list, "the specializations of a spec, with the sizes of those that are built", build_dir=True)
     sub.add_argument("--why-not", action="store_true", help="also the configurations that a target cannot hold, and why")
     command("check", _check, "whether the generated tree is up to date with the spec", build_dir=True)
-    sub = command("explain", _explain, "where a specialization comes from and what uses it", spec=False)
+    sub = command("explain", _explain, "where a specialization comes from and what uses it", spec=False, build_dir=True)
     sub.add_argument("symbol", help="a kernel's name, as `specgen list` prints it")
     sub.add_argument("spec", type=Path, nargs="*", help="specs to look in (default: specs/*.yaml)")
     sub = command("verify", _verify, "rebuild a wheel from its embedded spec and compare digests", spec=False)
@@ -135,15 +135,7 @@ def _write(path: Path | None, text: str) -> None:
     if path is None:
         _out.file.write(text)
         return
-    if path.is_dir():
-        raise SpecgenError(f"{path}: is a folder; needs the name of a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(path, text)
     _out.print(f"wrote {path}")
 
 
@@ -336,7 +328,7 @@ def _check(options) -> int:
 def _explain(options) -> None:
     from specgen import provenance
 
-    _out.print(provenance.explain(options.symbol, options.spec or None))
+    _out.print(provenance.explain(options.symbol, options.spec or None, options.build_dir))
 
 
 def _verify(options) -> int:

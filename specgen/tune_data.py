@@ -1,6 +1,5 @@
 """What becomes of a sweep's measurements: which are out of date, and the others as text for git. Needs no GPU; prints nothing."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from specgen.tuning.jsonl import dumps, read, unique_by_id
 from specgen.tuning.records import Measurement
 from specgen.tuning.relatives import identify
 from specgen.tuning.store import Store
+from specgen.write import write_file
 
 
 def stale(path: Path, build_dir: Path, store: Path | None = None, imported: Sequence[Path] = ()) -> list[str]:
@@ -49,7 +49,7 @@ def export(
     for file, found in files.items():
         before = read(file) if file.is_file() else []
         if good := unique_by_id(current(loaded, [*before, *found])[0]):
-            _write(file, dumps(good))
+            write_file(file, dumps(good))
             written[file] = len(good)
     return written
 
@@ -72,9 +72,3 @@ def _gpu_name(m: Measurement) -> str:
     target = identify(m.setting.gpu, load_targets())
     return target.id if target else re.sub(r"[^a-z0-9]+", "_", m.setting.gpu.name.lower()).strip("_")
 
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -102,8 +102,8 @@ def test_export_and_import(tmp_path):
         text.write_text(text.read_text().replace('"status": "wrong"', '"status": "fast"'))
         with pytest.raises(SpecError, match=r"h200.jsonl:\d+: measurement .*status"):
             b.import_jsonl(text)
-        with pytest.raises(SpecgenError, match="cannot be written"):
-            a.export_jsonl(tmp_path / "absent" / "x.jsonl")
+        with pytest.raises(SpecgenError, match="x.jsonl: cannot be written: File exists"):
+            a.export_jsonl(text / "x.jsonl")
     assert sorted(path.suffix for path in tmp_path.glob("*.jsonl*")) == [".jsonl", ".jsonl"], "no temporary file stays"
 
 

@@ -26,6 +26,7 @@ from specgen.tuning.records import (
     setting_of,
 )
 from specgen.variant import Geometry
+from specgen.write import write_file
 
 VERSION = 1  # of the schema, in PRAGMA user_version
 _APPLICATION = 0x73706763  # "spgc", in PRAGMA application_id
@@ -133,13 +134,7 @@ class Store:
     def export_jsonl(self, path: str | os.PathLike, measurements: Iterable[Measurement] | None = None) -> int:
         """Writes measurements (default: all) as JSON Lines, replacing the file at once; how many there were."""
         chosen = self.measurements() if measurements is None else list(measurements)
-        temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(jsonl.dumps(chosen), encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise SpecgenError(f"{path}: cannot be written: {error.strerror}") from None
+        write_file(Path(path), jsonl.dumps(chosen))
         return len(chosen)
 
     def import_jsonl(self, path: str | os.PathLike) -> int:
