@@ -254,3 +254,12 @@ def test_a_resumed_sweep_skips_what_has_a_result():
     assert comparable(SETTING, newer_driver) and not comparable(SETTING, other_compiler)
     assert done(found, newer_driver) == {(m.schedule, m.digests, m.seqs) for m in found}
     assert done(found, other_compiler) == set()
+
+
+@pytest.mark.parametrize("when", ["", "yesterday", "2026-01-32T00:00:00Z", "2026-01-01", "2026-01-01T00:00:00", "2026-01-01T00:00:00+02:00"])
+def test_a_time_that_is_not_utc_to_the_second_is_refused(when):
+    with pytest.raises(ValueError, match="when: needs UTC to the second"):
+        measurement(DECODE, rows(64), 120.0, when=when)
+    text = jsonl.dumps([measurement(DECODE, rows(64), 120.0)]).replace("2025-01-01T00:00:00Z", when)
+    with pytest.raises(SpecError, match=r"x.jsonl:\d+: measurement .*when: needs UTC"):
+        jsonl.loads(text, "x.jsonl")

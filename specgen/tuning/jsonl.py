@@ -30,7 +30,7 @@ VERSION = 1
 _HEADER = {"format": "specgen measurements", "version": VERSION}
 MOST_SEQUENCES = 1 << 20  # of a batch: a damaged count must not take all memory
 # What reading a line of another shape raises.
-_DAMAGE = (ValueError, TypeError, AttributeError, LookupError)
+DAMAGE = (ValueError, TypeError, AttributeError, LookupError)
 # A measurement's own fields, in the words of the dataclass; the others are reached through its references.
 _OWN = ("status", "samples_us", "empty_us", "error", "when", "run", "detail")
 
@@ -68,7 +68,7 @@ def loads(text: str, path: str, geometry: Geometry | None = None) -> list[Measur
             name = line.pop(kind)
             try:
                 parts[kind][str(name)] = readers[kind](line)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 mistakes.append(Diagnostic(path, number, None, f"{kind} {name}", _said(error)))
             if not isinstance(name, str):
                 mistakes.append(Diagnostic(path, number, None, kind, f"needs a name, got {shown(name)}"))
@@ -82,7 +82,7 @@ def loads(text: str, path: str, geometry: Geometry | None = None) -> list[Measur
             continue
         try:
             found.append(_measurement(line, parts))
-        except _DAMAGE as error:
+        except DAMAGE as error:
             mistakes.append(Diagnostic(path, number, None, f"measurement {line['measurement']}", _said(error)))
     if mistakes:
         raise SpecError(mistakes)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
+from datetime import datetime
 from functools import cache, cached_property
 from hashlib import sha256
 from math import isfinite
@@ -29,6 +30,8 @@ ROLES = ("decode", "prefill")  # in the order of Schedule.launches
 _NOT_READ = {"rotary_dim": None, "rotary_style": None}
 # By hand: the standard tokenizer takes 90 ms for a kernel, and other versions of Python see other tokens in a string.
 _STRING_OR_COMMENT = re.compile(r"""(?P<quote>\"{3}|'{3}|"|')(?:\\.|.)*?(?P=quote)|#[^\n]*""", re.DOTALL)
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(Z|\+00:00)", re.ASCII)
+_SHARED = ("setting", "seqs", "schedule", "digests")  # fields of a Measurement that stand in lines of their own
 _DIGITS = 8  # of a content's sha256 in a reference
 _RESOLUTION_US = 2  # decimals of a stored time
 
@@ -188,6 +191,8 @@ class Measurement:
             yield "samples_us, empty_us and error: need finite numbers"
         if self.samples_us and min(self.samples_us) <= 0:
             yield f"samples_us: needs times above 0, got {min(self.samples_us)}"
+        if not _is_time(self.when):
+            yield f"when: needs UTC to the second as ISO 8601 writes it, such as 2026-01-31T12:00:00+00:00, got {self.when!r}"
         if self.samples_us and self.time_us <= 0:
             yield f"samples_us: the median {median(self.samples_us)} is not above an empty graph's {self.empty_us}"
 
@@ -228,6 +233,23 @@ class Measurement:
     def id(self) -> str:
         """Twelve hexadecimal digits of the sha256 of key and run: one run has one measurement of a key."""
         return sha256(canonical([*self.key, self.run]).encode()).hexdigest()[:12]
+
+
+def _is_time(when: object) -> bool:
+    if not isinstance(when, str) or not _TIME.fullmatch(when):
+        return False
+    try:
+        datetime.fromisoformat(when)
+    except ValueError:  # the 32nd of January
+        return False
+    return True
+
+
+def checked(m: Measurement) -> Measurement:
+    """`m` as a file or a store gives it back; ValueError says what of it would be refused there."""
+    setting, schedule = setting_of(setting_fields(m.setting)), schedule_of(schedule_fields(m.schedule, m.digests))
+    own = {field.name: getattr(m, field.name) for field in fields_of(m) if field.name not in _SHARED}
+    return measurement_of(own, setting, schedule, m.seqs)
 
 
 def canonical(value: object) -> str:
