@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specgen import __version__
+from specgen import __version__, json_text
 from specgen.errors import SpecgenError
+from specgen.spec import SCHEMA_TITLE
 from specgen.write import write_file
 
 # Text is printed as it is: a path may hold brackets or colons.
@@ -55,11 +56,11 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--build-dir", type=Path, default=Path("build"), help="where packages are built (build)")
         return sub
 
-    sub = command("init", _init, "write a spec from a model's published config.json", spec=False)
+    sub = command("init", _init, "write a spec from a model's published config.json, and the schema that editors check it by beside it", spec=False)
     sub.add_argument("config", type=Path, help="config.json, or the model folder that holds it")
     sub.add_argument("-o", "--output", type=Path, help="the spec to write (default: print it)")
     sub.add_argument("--name", help="name of the spec (default: from the model)")
-    sub.add_argument("--force", action="store_true", help="overwrite an existing spec")
+    sub.add_argument("--force", action="store_true", help="overwrite what is there")
 
     sub = command("build", _build, "generate, compile and pack a spec's kernel wheel", build_dir=True)
     sub.add_argument("--jobs", type=_positive, help="compiler processes (default: the CPUs)")
@@ -144,13 +145,27 @@ def _init(options) -> None:
 
     if options.output and options.output.name == _SCHEMA:
         raise SpecgenError(f"{options.output}: is the name of the schema beside a spec; needs another name")
-    if options.output and options.output.exists() and not options.force:
-        raise SpecgenError(f"{options.output}: exists; pass --force to overwrite it")
+    if options.output and not options.force:
+        if options.output.is_file():
+            raise SpecgenError(f"{options.output}: exists; pass --force to overwrite it")
+        _refuse_foreign_schema(options.output.with_name(_SCHEMA))
     name = options.name or (options.output.stem if options.output else None)
     text = import_config(options.config, name=name, schema=_SCHEMA if options.output else None)
     _write(options.output, text)
     if options.output:
         _write(options.output.with_name(_SCHEMA), _schema_text())
+
+
+def _refuse_foreign_schema(path: Path) -> None:
+    """A schema that an earlier specgen wrote is replaced without a word, nothing else is."""
+    if not path.is_file():
+        return
+    try:
+        ours = str(json_text.read(path)["title"]).startswith(SCHEMA_TITLE)
+    except (SpecgenError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise SpecgenError(f"{path}: init writes the schema of specs there, and this is none; pass --force to overwrite it")
 
 
 def _cache():
@@ -192,7 +207,11 @@ def _build(options) -> None:
             warn=_warn,
             pure=options.pure,
         )
-    _out.print(f"built {wheel} ({wheel.stat().st_size / 1e6:.2f} MB)")
+    try:
+        size = f" ({wheel.stat().st_size / 1e6:.2f} MB)"
+    except FileNotFoundError:  # replaced by another build's
+        size = ""
+    _out.print(f"built {wheel}{size}")
 
 
 def _tune(options) -> None:
@@ -271,13 +290,18 @@ def _tuned(options) -> None:
 
     more = _given(options, "store", "imported")
     if options.export:
-        for path, count in tune_data.export(options.spec, options.build_dir, **more, **_given(options, "data")).items():
+        written = tune_data.export(options.spec, options.build_dir, **more, **_given(options, "data"))
+        for path, count in written.items():
             _out.print(f"wrote {path}: {count} measurements")
+        if not written:
+            _out.print("nothing to export: no measurement is of the kernels and the Triton of now")
         return
-    lines = tune_data.stale(options.spec, options.build_dir, **more)
+    lines, count = tune_data.stale(options.spec, options.build_dir, **more)
     for line in lines:
         _out.print(line)
-    if not lines:
+    if not count:
+        _out.print(f"no measurements of the geometries of {options.spec}")
+    elif not lines:
         _out.print("every measurement is of the kernels and the Triton of now")
 
 
@@ -286,7 +310,7 @@ def _list(options) -> None:
 
     generated, root = pipeline.generate_as_built(options.spec, options.build_dir, _cache())
     expansion = generated.expansion
-    built = _built_sizes(root / "manifest.json", generated.loaded.spec.digest)
+    built = pipeline.built_sizes(root, generated.loaded.spec.digest)
     rows = 0
     for symbol in expansion.variants:
         for arch in expansion.archs(symbol):
@@ -296,22 +320,10 @@ def _list(options) -> None:
     if options.why_not:
         for rejection in expansion.rejections:
             _out.print(f"not {rejection.symbol} for {rejection.target}: {rejection.reason}")
-        if not expansion.rejections:
+        if not built:
+            _out.print(f"what a compiled kernel needs too much of, `specgen build {shlex.quote(str(options.spec))}` finds out")
+        elif not expansion.rejections:
             _out.print("every target holds the preferred configurations")
-
-
-def _built_sizes(path: Path, digest: str) -> dict[tuple[str, str], str]:
-    """(symbol, arch) -> sizes, from a manifest that may be missing, damaged or another spec's: then nothing is built."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        variants = content["variants"] if content["spec"]["sha256"] == digest else {}
-        return {
-            (symbol, arch): f"{b['registers']:4d} registers {b['shared_bytes']:7d} B shared {b['spill_bytes']:4d} B spilled"
-            for symbol, variant in variants.items()
-            for arch, b in variant["binaries"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def _check(options) -> int:

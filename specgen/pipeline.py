@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from specgen import __version__
+from specgen import __version__, json_text
 from specgen.aot import Progress, compile_all
 from specgen.artifact import Artifact
 from specgen.binary import Binary, CompileJob
@@ -54,7 +55,7 @@ class Generated:
         own = [warning for each in self.expansion.dispatch if each.aligned for warning in each.choice.warnings]
         if self.stale:
             what = f"{self.stale} measurements are of other kernels or another Triton and were not used"
-            own.append(f"{self.loaded.spec.name}: {what}; `specgen tune --stale` lists them")
+            own.append(f"{self.loaded.spec.name}: {what}; `specgen tune {shlex.quote(self.loaded.path)} --stale` lists them")
         return list(dict.fromkeys(own))
 
     @property
@@ -277,18 +278,36 @@ def package_folder(spec: Spec, build_dir: Path) -> Path:
 def built_over_budget(root: Path) -> OverBudget:
     """What the compile of the package in `root` refused, from its manifest; empty where that cannot be read."""
     try:
-        refused = json.loads((root / "manifest.json").read_text(encoding="utf-8"))["over_budget"]
+        refused = json_text.read(root / "manifest.json")["over_budget"]
         return {(each["symbol"], each["arch"]): each["reason"] for each in refused}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (SpecgenError, KeyError, TypeError):
+        return {}
+
+
+def built_sizes(root: Path, digest: str) -> dict[tuple[str, str], str]:
+    """(symbol, arch) -> sizes in words, from the manifest in `root`; empty where that is missing, damaged or another spec's."""
+    try:
+        content = json_text.read(root / "manifest.json")
+        variants = content["variants"] if content["spec"]["sha256"] == digest else {}
+        return {
+            (symbol, arch): f"{b['registers']:4d} registers {b['shared_bytes']:7d} B shared {b['spill_bytes']:4d} B spilled"
+            + (" outside the main loop" if b["spill_bytes"] else "")
+            for symbol, variant in variants.items()
+            for arch, b in variant["binaries"].items()
+        }
+    except (SpecgenError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
 def _built_differences(generated: Generated, root: Path) -> list[str]:
     try:
-        content = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
-        known = {b["file"]: b["sha256"] for v in content["variants"].values() for b in v["binaries"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"manifest.json: missing or damaged ({type(error).__name__})"]
+        content = json_text.read(root / "manifest.json")
+        binaries = [b for v in content["variants"].values() for b in v["binaries"].values()]
+        known = {PurePosixPath(b["file"]).as_posix(): b["sha256"] for b in binaries}
+    except SpecError as error:
+        return [f"manifest.json: {error.diagnostics[0].message}"]
+    except (KeyError, TypeError, AttributeError) as error:
+        return [f"manifest.json: damaged ({error!r})"]
     tools = {"triton": "", "ptxas": "", "launcher_compiler": None}
     refused = built_over_budget(root)
     expected = manifest(generated.loaded.spec, generated.expansion, load_targets(), {}, over_budget=refused, **tools)
@@ -312,5 +331,6 @@ def verify(wheel: Path, *, progress: Progress | None = None) -> list[Difference]
         return build(spec, spec.parent / "build", progress=progress, pure=pure)
 
     if not wheel.is_file():
-        raise SpecgenError(f"{wheel}: {'is a folder; needs a wheel' if wheel.is_dir() else 'no such file'}")
+        what = "is a folder" if wheel.is_dir() else "is no ordinary file"
+        raise SpecgenError(f"{wheel}: {f'{what}; needs a wheel' if wheel.exists() else 'no such file'}")
     return verify_wheel(wheel, rebuild)

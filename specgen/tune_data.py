@@ -17,19 +17,21 @@ from specgen.tuning.store import Store
 from specgen.write import write_file
 
 
-def stale(path: Path, build_dir: Path, store: Path | None = None, imported: Sequence[Path] = ()) -> list[str]:
-    """What of a spec's measurements must be taken again, and why: a line for each GPU and schedule.
+def stale(path: Path, build_dir: Path, store: Path | None = None, imported: Sequence[Path] = ()) -> tuple[list[str], int]:
+    """What of a spec's measurements must be taken again, and why: a line for each GPU and schedule; of how many.
 
     They are of other kernels than the spec generates now, or of another Triton. Looks at those that a build reads (measured.py),
     those in the store (if None: beside the spec's bundles) and those in the JSON Lines files `imported`.
     """
     loaded = load(path)
-    found = [*measured(loaded)[1], *current(loaded, _kept(loaded, build_dir, store, imported))[1]]
+    kept = _kept(loaded, build_dir, store, imported)
+    used, found = (own + other for own, other in zip(measured(loaded), current(loaded, kept)))
     ids: dict[str, set[str]] = {}
     for each in found:
         m = each.measurement
         ids.setdefault(f"{m.setting.gpu.name}: {m.schedule.label}: {each.reason}", set()).add(m.id)
-    return [f"{line} ({len(own)} measurement{'s' * (len(own) > 1)})" for line, own in ids.items()]
+    lines = [f"{line} ({len(own)} measurement{'s' * (len(own) > 1)})" for line, own in ids.items()]
+    return lines, len({m.id for m in used} | set().union(*ids.values()))
 
 
 def export(

@@ -176,12 +176,13 @@ def store(made, tmp_path):
 
 
 def test_stale_lists_what_must_be_measured_again(store, monkeypatch):
-    lines = tune_data.stale(store[0], store[1], store[2])
-    assert len(lines) == 2
+    lines, count = tune_data.stale(store[0], store[1], store[2])
+    assert len(lines) == 2 and count == 4
+    assert all(line.count("decode ") == 1 for line in lines)
     assert any("the kernel source changed (1 measurement)" in line and line.startswith("NVIDIA H200: q1 decode ") for line in lines)
     assert any("compiled by Triton 3.6.0, now " in line for line in lines)
     monkeypatch.setattr(measured, "triton_version", lambda: "9.9.9")
-    lines = tune_data.stale(store[0], store[1], store[2])
+    lines, _ = tune_data.stale(store[0], store[1], store[2])
     assert len(lines) == 3 and any("now 9.9.9 (2 measurements)" in line for line in lines)
 
 
@@ -221,6 +222,9 @@ def test_mistakes_of_the_command_line(made, tmp_path, capsys, monkeypatch):
     assert status == 1 and text == "--target h20: no target of tiny; did you mean 'h200'?\n"
     status, text = run(capsys, spec, "--only", "decoder_*", "--compile-only", "--build-dir", tmp_path)
     assert status == 1 and text == "tiny: no kernel named decoder_* can be tried on sm_90\n"
+    assert run(capsys, spec, "--stale", "--build-dir", tmp_path) == (0, f"no measurements of the geometries of {spec}\n")
+    status, text = run(capsys, spec, "--export", "--build-dir", tmp_path)
+    assert status == 0 and text.startswith("nothing to export: ")
     status, text = run(capsys, spec, "--build-dir", build)
     assert status == 1 and text.startswith("no GPU is visible here; `specgen tune SPEC --compile-only` makes the bundle here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
