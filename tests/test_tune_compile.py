@@ -1,6 +1,7 @@
 """The compile stage of `specgen tune`, what becomes of its measurements, and the command line."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -123,13 +124,49 @@ def test_a_damaged_bundle_says_so(tmp_path):
     with pytest.raises(SpecgenError, match="no such file; needs a bundle"):
         find_bundles(tmp_path)
     (tmp_path / FILE).write_text("{")
-    with pytest.raises(SpecgenError, match="trials.json: cannot be read"):
+    with pytest.raises(SpecgenError, match="trials.json:1:2: not valid JSON: .*; make the bundle anew"):
         read_bundle(tmp_path)
     (tmp_path / FILE).write_text('{"format": 1}')
     with pytest.raises(SpecgenError, match="trials.json: damaged"):
         read_bundle(tmp_path)
     (tmp_path / FILE).write_text('{"format": 9}')
     with pytest.raises(SpecgenError, match="format 9, this specgen reads 1"):
+        read_bundle(tmp_path)
+
+
+DAMAGES = [
+    (("workloads",), ["bogus"], "workloads.0: 'bogus'"),
+    (("workloads",), [5], "bundle.workloads: "),
+    (("workloads",), 5, "damaged"),
+    (("query_lens",), "x", "bundle.query_lens: "),
+    (("query_lens",), [], "query_lens: needs rising"),
+    (("package",), "../../x", "package: needs a Python identifier"),
+    (("aligned",), "x", "bundle.aligned: "),
+    (("groups",), [], "groups: needs one"),
+    (("groups",), [5], "damaged"),
+    (("groups", 0, "layer"), "nope", "groups.0.layer: "),
+    (("groups", 0, "layer", "kv_heads"), "x", "groups.0.layer.kv_heads: 'x' is not the geometry's "),
+    (("groups", 0, "layer", "name"), 5, "groups.0.layer.name: needs text"),
+    (("groups", 0, "layer"), {}, "groups.0.layer: has no 'name'"),
+    (("groups", 0, "geometry", "query_heads"), "x", "groups.0.geometry.query_heads: "),
+    (("groups", 0, "geometry", "kv_heads"), 0, "groups.0.geometry: no attention has such sizes"),
+    (("groups", 0, "candidates", 1, "config", "tile_n"), None, "groups.0.candidates.1.config.tile_n: "),
+    (("groups", 0, "candidates", 0, "status"), [], "groups.0.candidates.0.status: "),
+    (("groups", 0, "candidates", 0, "odd"), 1, "groups.0.candidates.0: unknown field 'odd'"),
+    (("spec_sha256",), 5, "bundle.spec_sha256: "),
+    (("odd",), 5, "bundle: unknown field 'odd'"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "said"), DAMAGES, ids=lambda each: str(each)[:40])
+def test_a_damaged_field_of_a_bundle_is_named(made, tmp_path, place, value, said):
+    fields = json.loads((made[2].folder / FILE).read_text())
+    inner = fields
+    for part in place[:-1]:
+        inner = inner[part]
+    inner[place[-1]] = value
+    (tmp_path / FILE).write_text(json.dumps(fields))
+    with pytest.raises(SpecgenError, match=f"trials.json: damaged.*{re.escape(said)}.*; make the bundle anew" if said != "damaged" else said):
         read_bundle(tmp_path)
 
 

@@ -297,7 +297,7 @@ def _named(value: Geometry | Config) -> dict:
 def setting_of(fields: Mapping) -> Setting:
     """The Setting of `setting_fields`; ValueError names a field that is unknown, missing or of another type."""
     parts = {"geometry": Geometry, "gpu": Gpu, "software": Software}
-    return _build(Setting, {n: _build(parts[n], value) if n in parts else value for n, value in fields.items()})
+    return build(Setting, {n: build(parts[n], value) if n in parts else value for n, value in fields.items()})
 
 
 def schedule_of(fields: Mapping) -> tuple[Schedule, tuple[str, ...]]:
@@ -309,8 +309,8 @@ def schedule_of(fields: Mapping) -> tuple[Schedule, tuple[str, ...]]:
             family = config.pop("family", None)
             digests.append(config.pop("digest", None))
             config["options"] = tuple(sorted(config.get("options", {}).items()))
-            fields[role] = _build(Launch, {"family": family, "config": _build(Config, config)})
-    return _build(Schedule, fields), tuple(digests)
+            fields[role] = build(Launch, {"family": family, "config": build(Config, config)})
+    return build(Schedule, fields), tuple(digests)
 
 
 def measurement_of(
@@ -318,19 +318,22 @@ def measurement_of(
 ) -> Measurement:
     """A Measurement from its own fields and what it refers to; ValueError says what is wrong with it."""
     fields = {**fields, "samples_us": tuple(fields.get("samples_us", ())), "seqs": tuple(map(tuple, seqs))}
-    return _build(Measurement, {**fields, "setting": setting, "schedule": schedule[0], "digests": schedule[1]})
+    return build(Measurement, {**fields, "setting": setting, "schedule": schedule[0], "digests": schedule[1]})
 
 
-def _build(kind: type, values: Mapping):
-    """`kind(**values)`, with names and types checked: the values come from a file."""
+def build(kind: type, values: Mapping, place: str = ""):
+    """`kind(**values)`, with names and types checked: the values come from a file. ValueError names the field, at `place` in the file."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{place or kind.__name__}: needs a mapping of fields, got {values!r}")
+    place = place or kind.__name__
     known = _adapters(kind)
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"{kind.__name__}: unknown field {name!r}")
+            raise ValueError(f"{place}: unknown field {name!r}")
         try:
             known[name].validate_python(value, strict=True)
         except ValidationError as error:
-            raise ValueError(f"{kind.__name__}.{name}: {error.errors()[0]['msg']}, got {value!r}") from None
+            raise ValueError(f"{place}.{name}: {error.errors()[0]['msg']}, got {value!r}") from None
     try:
         return kind(**values)
     except TypeError as error:  # a field is missing
