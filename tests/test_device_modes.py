@@ -97,6 +97,14 @@ def test_the_cpu_needs_the_interpreter(gpu):
         fake.open("cpu")
 
 
+def test_the_interpreter_is_not_named_where_it_would_refuse(gpu):
+    """Which is where a kernel multiplies bfloat16, whatever else the package has."""
+    fake = gpu({"one": variant(sm_90={}), "two": variant("decode", sm_90={})})
+    with pytest.raises(fake.errors.NoBinaryError) as caught:
+        fake.open("cpu")
+    assert str(caught.value).endswith("tensors on a GPU (%s has binaries for sm_90)" % fake.manifest["package"])
+
+
 def run(script: str, folder: Path, **environment: str) -> str:
     """Run a script in a fresh process with `folder` on its path; its standard output."""
     environment = {"PYTHONPATH": str(folder), **environment}

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from . import describe as _describe
 from . import explain as _explain
+from . import interpret as _interpret
 from . import refusals as _refusals
 from .eager import Eager
 from .errors import CaptureError, NoBinaryError
@@ -305,8 +306,7 @@ class Package(Eager):
             else:
                 raise NoBinaryError(
                     f"{function}: no CUDA or HIP device is available; "
-                    f"needed: a GPU of {', '.join(self.table.archs)} with its driver, "
-                    "or TRITON_INTERPRET=1 for CPU tensors"
+                    f"needed: a GPU of {', '.join(self.table.archs)} with its driver" + _interpret.hint(self.manifest)
                 )
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
