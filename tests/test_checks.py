@@ -31,6 +31,26 @@ def put(**values):
     return lambda given: given.update(values)
 
 
+def out_over(name):
+    """A case whose out begins within another argument's memory."""
+
+    def apply(given):
+        memory = torch.zeros(8 * 8 * QK + given[name].numel())
+        given[name] = memory[: given[name].numel()].view(given[name].shape)
+        given["out"] = memory[given[name].numel() - 1 :][: 4 * 8 * V].view(4, 8, V)
+
+    return apply
+
+
+def appended_over(name, cache):
+    """A case whose `name` lies in slots of a cache."""
+
+    def apply(given):
+        given[name] = given[cache].view(-1)[-given[name].numel() :].view(given[name].shape)
+
+    return apply
+
+
 WRONG = {
     "q none": (put(q=None), ["q is NoneType", "torch.Tensor [tokens, query_heads, qk_dim]"]),
     "q list": (put(q=[1]), ["q is list", "torch.Tensor"]),
@@ -128,6 +148,9 @@ WRONG = {
         put(out=torch.zeros(999).as_strided((4, 8, V), (128, 8, 1))),
         ["out has strides (128, 8, 1)"],
     ),
+    "out over q": (out_over("q"), ["out overlaps q", "memory of its own: q is read while out is written"]),
+    "out over k": (out_over("k_cache"), ["out overlaps k_cache", "memory of its own"]),
+    "out over v": (out_over("v_cache"), ["out overlaps v_cache", "memory of its own"]),
     "out meta": (put(out=torch.zeros(4, 8, V, device="meta")), ["out is on meta", "cpu"]),
     "max_seqlen_q bool": (put(max_seqlen_q=True), ["max_seqlen_q is bool", "host int"]),
     "max_seqlen_q float": (put(max_seqlen_q=1.0), ["max_seqlen_q is float", "host int"]),
@@ -192,6 +215,15 @@ WRONG_VALUES = {
 }
 
 
+def test_tables_under_the_output_under_full_checks(package):
+    tensors, keywords = batch()
+    out = torch.zeros(4, 8, V)
+    keywords["seq_lens"] = out.view(torch.int32).view(-1)[5:9].copy_(keywords["seq_lens"])
+    with pytest.raises(ArgumentError, match="out overlaps seq_lens"):
+        package.attention(*tensors, **keywords, out=out, checks="full")
+    assert not package.opened
+
+
 @pytest.mark.parametrize("case", WRONG_VALUES)
 def test_wrong_values_under_full_checks(package, case):
     change, parts = WRONG_VALUES[case]
@@ -236,6 +268,16 @@ WRONG_APPENDS = {
     "overlap": (
         changed("k_cache", lambda x: x[:1].expand(16, -1, -1, -1)),
         ["k_cache has strides", "overlap"],
+    ),
+    "one cache": (
+        lambda given: given.update(k_cache=(both := torch.zeros(16, 4, 2, QK)), v_cache=both[..., :V]),
+        ["k_cache overlaps v_cache", "memory of its own: both are written"],
+    ),
+    "k in cache": (appended_over("k", "k_cache"), ["k_cache overlaps k", "k is read while k_cache is written"]),
+    "v in the other cache": (appended_over("v", "k_cache"), ["k_cache overlaps v", "memory of its own"]),
+    "slots in cache": (
+        lambda given: given.update(slot_mapping=given["v_cache"].view(-1)[:10].view(torch.int64)),
+        ["v_cache overlaps slot_mapping"],
     ),
     "meta": (changed("v", lambda x: x.to("meta")), ["v is on meta", "k_cache's device cpu"]),
     "grad": (changed("k", lambda x: x.requires_grad_()), ["k requires grad"]),

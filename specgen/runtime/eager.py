@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from . import checks as _checks
+from . import memory as _memory
 from . import refusals as _refusals
 from . import rotary as _rotary
 from .errors import ArgumentError
-from .extras import ABSENT, check_extras, check_presence, launch_arguments
+from .extras import ABSENT, NAMES, check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
 from .plans import DevicePlans
 from .reading import Reader, readers
 from .table import Table
 from .values import check_values, check_varlen_values
 from .varlen import check_varlen, read_varlen
-from .workspace import Workspace
+from .workspace import Workspace, check_workspace
 
 _NOT_READABLE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
@@ -89,7 +90,7 @@ class Eager:
                     check_extras("attention", geometry, extras, q, seqs)
             plans = self._devices.get(index) or self.open(q.device)
         if workspace is not None:
-            self.check_workspace(workspace, q.device, tokens, seqs)
+            check_workspace(workspace, self, q.device, tokens, seqs)
         if return_lse is not False and return_lse is not True:  # a tensor's truth would synchronise
             _refusals.bad("attention", "return_lse", f"is {type(return_lse).__name__}", "True or False")
         if out is None:
@@ -165,6 +166,12 @@ class Eager:
                 )  # fmt: skip
                 if extras is not None or geometry.extras is not None:
                     check_extras("attention", geometry, extras, q, read[0])
+                if out is not None:
+                    others = {"k_cache": k_cache, "v_cache": v_cache}
+                    if checks == "full":
+                        others |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+                        others |= zip(NAMES, extras or ABSENT)
+                    _memory.refuse_out("attention", out, q, others)
                 if checks == "full":
                     check_values(
                         geometry, self.limits, tokens, pages,
@@ -243,6 +250,12 @@ class Eager:
                 )
                 if extras is not None or geometry.extras is not None:
                     check_extras(function, geometry, extras, q, read[0])
+                if out is not None:
+                    others = {"k": k, "v": v}
+                    if checks == "full":
+                        others |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+                        others |= zip(NAMES, extras or ABSENT)
+                    _memory.refuse_out(function, out, q, others)
                 if checks == "full":
                     check_varlen_values(
                         self.limits, tokens, key_tokens,
@@ -265,16 +278,25 @@ class Eager:
             geometry = self.geometries.by_kv_heads.get((layer, kv_heads))
             if geometry is None:
                 raise self.geometries.no_kv_heads(layer, kv_heads)
-            tokens, num_slots, bits, strides = _checks.check_append(
+            tokens, num_slots, bits, strides, sizes = _checks.check_append(
                 geometry, k, v, k_cache, v_cache, slot_mapping
             )
+            data = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+            tables = {"slot_mapping": slot_mapping}
             if rotary is not None or geometry.rotary_dim is not None:
                 _rotary.check_presence(geometry, rotary)
-                more_bits, more_strides = _rotary.check_rotary(geometry, rotary, k, v, tokens)
+                more_bits, more_strides = _rotary.check_rotary(geometry, rotary, k, tokens)
                 if rotary.q_out is None:
                     rotary = rotary._replace(q_out=rotary.q.new_empty(rotary.q.shape))
+                data |= {"q": rotary.q, "q_out": rotary.q_out}
+                tables |= {"positions": rotary.positions, "cos": rotary.cos, "sin": rotary.sin}
                 bits |= more_bits
                 strides += _rotary.launch_arguments(rotary, more_strides)
+            if tokens and num_slots:
+                found = _refusals.addresses("append_kv", data)
+                starts = [*found, *_refusals.addresses("append_kv", tables)]
+                if rotary is not None or not _memory.clear(starts, sizes, k_cache, v_cache):
+                    _memory.refuse_shared("append_kv", data | tables, ("q_out", "k_cache", "v_cache"))
         except ArgumentError:
             raise
         except _NOT_READABLE:
@@ -286,12 +308,7 @@ class Eager:
         if tokens and rotary is not None and not num_slots:
             _refusals.bad("append_kv", "k_cache", "has no pages", "at least one, layer has rotary embedding")
         if tokens and num_slots:
-            data = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-            if rotary is not None:
-                data |= {"q": rotary.q, "q_out": rotary.q_out}
-            pointers = reduce(or_, _refusals.addresses("append_kv", data))
-            _refusals.addresses("append_kv", {"slot_mapping": slot_mapping})
-            kernel, grid = plans.append(geometry, not (pointers & 15 or bits & geometry.stride_mask))
+            kernel, grid = plans.append(geometry, not (reduce(or_, found) & 15 or bits & geometry.stride_mask))
             stream = plans.current_stream(plans.index)
             kernel(grid, stream, k, v, k_cache, v_cache, slot_mapping, tokens, num_slots, *strides)
         return None if rotary is None else rotary.q_out
@@ -333,33 +350,6 @@ class Eager:
                 self._devices[found.index] = found
                 self._readers = self._readers or readers(self.geometries, self.limits, found.current_stream)
         return found
-
-    def check_workspace(self, workspace: object, device: torch.device, tokens: int, seqs: int) -> None:
-        """Raise unless a caller's workspace serves this call."""
-        if not isinstance(workspace, Workspace):
-            _refusals.bad(
-                "attention",
-                "workspace",
-                f"is {type(workspace).__name__}",
-                "what workspace() returns, or None",
-            )
-        if not workspace.belongs_to(self):
-            _refusals.bad(
-                "attention",
-                "workspace",
-                "is of another package",
-                f"one that {self.name}.workspace() returned",
-            )
-        if workspace.device != device:
-            _refusals.bad("attention", "workspace", f"is on {workspace.device}", f"q's device {device}")
-        if tokens > workspace.limits.max_tokens:
-            _refusals.bad(
-                "attention", "workspace", f"was made for max_tokens {workspace.limits.max_tokens}", tokens
-            )
-        if seqs > workspace.limits.max_seqs:
-            _refusals.bad(
-                "attention", "workspace", f"was made for max_seqs {workspace.limits.max_seqs}", seqs
-            )
 
     def _forget_routes(self) -> None:
         for readers_of_layer in self._readers.values():

@@ -24,7 +24,7 @@ from .operators import Operators
 from .plans import DevicePlans
 from .rotary import Rotary
 from .table import EVERY, AttentionRow, Table
-from .workspace import Workspace, is_capturing, narrowed
+from .workspace import Workspace, check_workspace, is_capturing, narrowed
 
 _is_compiling = torch.compiler.is_compiling
 _active_modes = torch._C._len_torch_dispatch_stack
@@ -86,8 +86,9 @@ class Package(Eager):
         caller's upper bounds of rows and keys per sequence, for replays too; sequences with more than
         `max_seqlen_q` rows may be left out. `layer` names an attention entry, needed if there are several.
         `out` `[tokens, query_heads, v_dim]` is written and returned, else allocated; rows beyond
-        cu_seqlens_q[-1] are untouched (not initialised in an allocated one). With `return_lse` the result is
-        (out, lse): natural log, float32 `[tokens, query_heads]`. `checks`: "shapes" reads no device value,
+        cu_seqlens_q[-1] are untouched (not initialised in an allocated one). It may be q itself, element for
+        element, and shares no other memory with q and the caches. With `return_lse` the result is (out, lse):
+        natural log, float32 `[tokens, query_heads]`. `checks`: "shapes" reads no device value,
         "full" synchronises and checks values, "none". Unless "full", device values are the caller's duty:
         lengths are clamped to block_table's row, but cu_seqlens_q (rising from 0 to at most tokens) and the
         page ids of visible keys (0 to pages - 1) are used as addresses.
@@ -156,12 +157,12 @@ class Package(Eager):
 
         k `[tokens, kv_heads, qk_dim]`, v `[tokens, kv_heads, v_dim]`; caches as in `attention`; slot_mapping
         int64 `[tokens]`, slot = page * page_size + offset; a negative slot is skipped, as is one past the
-        pool. Raises ArgumentError before anything is written, NoBinaryError or CaptureError at the first call
+        pool. The caches may interleave in one buffer, but no element of one is of the other, of k or of v. Raises ArgumentError before anything is written, NoBinaryError or CaptureError at the first call
         on a device.
 
         A layer with rotary embedding rotates the keys on their way, and the queries in the same launch: q
         `[tokens, query_heads, qk_dim]`, positions int64 `[tokens]`, cos and sin float32 `[positions, rotary
-        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may overlap none of q, k and v.
+        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out shares memory with no other tensor.
         A position outside the tables is clamped to them.
         """
         rotary = None
@@ -234,7 +235,7 @@ class Package(Eager):
         )  # fmt: skip
         plans, problem = self._plans_or_problem(q.device)
         if workspace is not None:
-            self.check_workspace(workspace, q.device, call[1], call[3])
+            check_workspace(workspace, self, q.device, call[1], call[3])
         data = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | ({} if out is None else {"out": out})
         lengths = None
         if checks == "full":
