@@ -80,6 +80,17 @@ def test_just_in_time_refuses_inside_a_capture_and_a_missing_source(gpu):
         device.kernel("two")
 
 
+@pytest.mark.parametrize(("text", "reason"), [("", "it has no one"), ("import triton\n@triton.jit\ndef one(", "")])
+def test_a_damaged_source_is_named(gpu, text, reason):
+    fake = gpu({"one": variant(sm_90={})}, major=8, minor=6)
+    (fake.path / "kernels" / "one.py").write_text(text)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(fake.errors.DamagedBinaryError, match=f"kernels/one.py is damaged: {reason}.*; reinstall fake"),
+    ):
+        fake.open().kernel("one")
+
+
 def test_just_in_time_names_a_kernel_that_does_not_compile(gpu):
     fake = gpu({"one": variant(sm_90={})}, major=8, minor=6)
     source = fake.path / "kernels" / "one.py"

@@ -141,11 +141,17 @@ class Device:
             )
 
     def _import(self, symbol: str, variant: dict) -> ModuleType:
-        """The shipped module of `symbol`."""
-        path = self.package_dir / variant["module"]
+        """The shipped module of `symbol`, which holds the kernel."""
+        path, advice = self.package_dir / variant["module"], f"reinstall {self.manifest['distribution']}"
         if not path.is_file():
-            raise DamagedBinaryError(f"{path} is missing; reinstall {self.manifest['distribution']}")
-        return importlib.import_module(f"..kernels.{symbol}", __package__)
+            raise DamagedBinaryError(f"{path} is missing; {advice}")
+        try:
+            module = importlib.import_module(f"..kernels.{symbol}", __package__)
+        except (SyntaxError, NameError) as error:
+            raise DamagedBinaryError(f"{path} is damaged: {error}; {advice}") from error
+        if not hasattr(module, symbol):
+            raise DamagedBinaryError(f"{path} is damaged: it has no {symbol}; {advice}")
+        return module
 
 
 class _Gpu(Device):

@@ -4,7 +4,6 @@ Holds what a package has read and opened: manifest, table, geometries and, per d
 a call does no formatting, no allocation but the output, and reads no device value (checks="full" apart).
 """
 
-import json
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -19,6 +18,7 @@ from . import rotary as _rotary
 from .errors import ArgumentError
 from .extras import ABSENT, NAMES, check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
+from .installed import check_rows, read_manifest
 from .plans import DevicePlans
 from .reading import Reader, readers
 from .table import Table
@@ -40,7 +40,7 @@ class Eager:
     ):  # fmt: skip
         self.name = name
         self.directory = Path(directory)
-        self.manifest = json.loads((self.directory / "manifest.json").read_text(encoding="utf-8"))
+        self.manifest = read_manifest(self.directory, Limits._fields)
         self.version = self.manifest["version"]
         self.limits = Limits(*(self.manifest["limits"][field] for field in Limits._fields))
         self.table = Table(attention_rows, append_rows, merge_rows, varlen_rows, selectors)
@@ -343,6 +343,7 @@ class Eager:
         """The plans of a device, opened at its first use. Raises what Device.open raises."""
         found = self._devices.get(device)
         if found is None:
+            check_rows(self.directory, self.manifest, self.table)
             opened = self._open_device(self.directory, self.manifest, device)
             plans = DevicePlans(opened, device, self.table, self.manifest["variants"], self._own_workspace)
             found = self._devices.setdefault(device, plans)

@@ -20,6 +20,7 @@ from . import interpret as _interpret
 from . import refusals as _refusals
 from .eager import Eager
 from .errors import CaptureError, NoBinaryError
+from .installed import TABLES, check_rows, read_dispatch
 from .operators import Operators
 from .plans import DevicePlans
 from .rotary import Rotary
@@ -53,6 +54,13 @@ class Package(Eager):
             name, directory, attention_rows, append_rows, merge_rows, varlen_rows, open_device, selectors
         )
         self._operators = Operators(self)
+
+    @classmethod
+    def installed(cls, name: str, directory: Path) -> "Package":
+        """The package `name` as it lies in its folder. Raises DamagedBinaryError for a damaged manifest.json or dispatch.py."""
+        dispatch = read_dispatch(name, directory)
+        *rows, selectors = (getattr(dispatch, table) for table in TABLES)
+        return cls(name, directory, *rows, selectors=selectors)
 
     def __reduce__(self):
         """Copies and pickles, of its functions too, are the package of the process that reads them."""
@@ -266,6 +274,7 @@ class Package(Eager):
         """The package as text: layer groups, limits, targets, variants with sizes and registers, versions.
         Needs no GPU.
         """
+        check_rows(self.directory, self.manifest, self.table)
         return _describe.describe(self.manifest, self.table)
 
     def _traced_attention(
