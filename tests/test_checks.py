@@ -209,6 +209,7 @@ WRONG_VALUES = {
     "cu falls": (put(cu_seqlens_q=ints(0, 3, 1, 1, 4)), ["cu_seqlens_q falls from 3 to 1 at sequence 1"]),
     "cu end": (put(cu_seqlens_q=ints(0, 1, 3, 3, 5)), ["cu_seqlens_q ends at 5", "at most 4"]),
     "bound q": (put(max_seqlen_q=1), ["max_seqlen_q is 1", "sequence 1 has 2 query rows"]),
+    "bound q of nothing": (put(max_seqlen_q=0), ["max_seqlen_q is 0", "sequence 0 has 1 query rows"]),
     "bound k": (put(max_seqlen_k=8), ["max_seqlen_k is 8", "sequence 0 has 9 keys"]),
     "page": (table_with(16, (0, 2)), ["block_table has page 16 at [0, 2]", "0 to 15 for the 9 keys"]),
     "page -1": (table_with(-1, (3, 0)), ["block_table has page -1 at [3, 0]", "0 to 15"]),
@@ -324,3 +325,24 @@ def test_unsupported_features_are_their_own_class(package):
     tensors, keywords = batch()
     with pytest.raises(UnsupportedError):
         package.attention(*tensors, **keywords, sinks=torch.zeros(8))
+
+
+@pytest.mark.parametrize(("layout", "other"), [("NHD", "HND"), ("HND", "NHD")])
+def test_caches_of_the_other_layout_are_told(tmp_path, layout, other):
+    package = fake(tmp_path, features={"layout": layout})
+    tensors, keywords = batch(layout=other)
+    given = kv()
+    for name, cache in zip(("k_cache", "v_cache"), tensors[1:]):
+        given[name] = cache
+    for call in (lambda: package.attention(*tensors, **keywords), lambda: append(package, given)):
+        with pytest.raises(UnsupportedError) as error:
+            call()
+        assert f"k_cache {list(tensors[1].shape)} has layout {other}; this package's is {layout}: [pages, " in str(error.value)
+
+
+def test_wrong_keywords_name_the_function_as_it_is_called(package):
+    tensors, keywords = batch()
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'max_seqlen'"):
+        package.attention(*tensors, **keywords, max_seqlen=1)
+    with pytest.raises(TypeError, match=r"^append_kv\(\) missing 1 required keyword-only argument: 'slot_mapping'"):
+        package.append_kv(*tensors, tensors[0])

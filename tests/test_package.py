@@ -364,6 +364,11 @@ def test_without_a_gpu(package, monkeypatch):
     for call in (package.warmup, package.workspace):
         with pytest.raises(NoBinaryError, match="no CUDA or HIP device.*sm_90"):
             call()
+        with pytest.raises(NoBinaryError, match="no CUDA or HIP device.*sm_90"):
+            call("cuda:0")
+        for device in ("nonsense", 1.5, []):
+            with pytest.raises(ArgumentError, match="(warmup|workspace): device is .*; needed: a torch.device or its name"):
+                call(device)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     package.warmup()
     assert str(package.workspace().device) == "cpu"

@@ -153,7 +153,7 @@ class Eager:
                 kv_heads = near
             geometry = self._by_heads.get((layer, query_heads, kv_heads))
             if geometry is None:
-                raise self.geometries.no_heads("attention", layer, query_heads, "k_cache", kv_heads)
+                raise self.geometries.no_heads("attention", layer, query_heads, "k_cache", kv_heads, k_shape)
             bound = _bound("attention", tokens, max_seqlen_q, max_seqlen_k)
             if checks == "none":
                 read = _checks.read_attention(geometry, q, k_cache, v_cache, block_table, out)
@@ -277,7 +277,7 @@ class Eager:
             kv_heads = k_cache.shape[1 if self._hnd else 2]
             geometry = self.geometries.by_kv_heads.get((layer, kv_heads))
             if geometry is None:
-                raise self.geometries.no_kv_heads(layer, kv_heads)
+                raise self.geometries.no_kv_heads(layer, kv_heads, k_cache.shape)
             tokens, num_slots, bits, strides, sizes = _checks.check_append(
                 geometry, k, v, k_cache, v_cache, slot_mapping
             )

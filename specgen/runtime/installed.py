@@ -1,6 +1,6 @@
 """Reads what an installed package says of itself: manifest.json and dispatch.py. A file that is damaged is named.
 
-Imports dispatch.py; touches nothing else. Imports no torch: the generator writes the format that is read here.
+Imports dispatch.py; touches nothing else.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from typing import NoReturn
 from .errors import DamagedBinaryError
 from .table import Table
 
-FORMAT = 1  # of manifest.json
+FORMAT = 1  # of manifest.json, as the generator writes it
 TABLES = ("ATTENTION_ROWS", "APPEND_ROWS", "MERGE_ROWS", "VARLEN_ROWS", "SELECTORS")
 
 _SIZE = int | None

@@ -38,6 +38,12 @@ def _open_device(directory: Path, manifest: dict, torch_device: torch.device):
     return Device.open(directory, manifest, torch_device)
 
 
+def _public(method):
+    """A method whose errors about arguments name it as its callers do: "attention() missing ...", without the class."""
+    method.__qualname__ = method.__name__
+    return method
+
+
 class Package(Eager):
     """One generated package: its manifest, its dispatch table and, per device, what is loaded.
 
@@ -79,6 +85,7 @@ class Package(Eager):
         other._open_device = lambda directory, manifest, torch_device: self.open(torch_device).device
         return other
 
+    @_public
     def attention(
         self, q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None,
         max_seqlen_k=None, layer=None, out=None, return_lse=False, sinks=None, alibi_slopes=None,
@@ -128,6 +135,7 @@ class Package(Eager):
             out, return_lse, workspace, checks, extras,
         )  # fmt: skip
 
+    @_public
     def attention_varlen(
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, layer=None,
         out=None, return_lse=False, sinks=None, alibi_slopes=None, prefix_ranges=None, checks="shapes",
@@ -157,6 +165,7 @@ class Package(Eager):
             extras,
         )  # fmt: skip
 
+    @_public
     def append_kv(
         self, k, v, k_cache, v_cache, *, slot_mapping, layer=None, k_scale=None, v_scale=None,
         q=None, positions=None, cos=None, sin=None, q_out=None,
@@ -165,8 +174,10 @@ class Package(Eager):
 
         k `[tokens, kv_heads, qk_dim]`, v `[tokens, kv_heads, v_dim]`; caches as in `attention`; slot_mapping
         int64 `[tokens]`, slot = page * page_size + offset; a negative slot is skipped, as is one past the
-        pool. The caches may interleave in one buffer, but no element of one is of the other, of k or of v. Raises ArgumentError before anything is written, NoBinaryError or CaptureError at the first call
-        on a device.
+        pool. The caches may interleave in one buffer, but share no element with each other, k or v. Raises
+        ArgumentError before anything is written, NoBinaryError or CaptureError at the first call on a device.
+        Compiled by inductor with dynamic shapes, caches that are views of one buffer must be made outside of
+        the compiled function, or shapes be static (dynamic=False): torch 2.13 miscomputes two mutated views.
 
         A layer with rotary embedding rotates the keys on their way, and the queries in the same launch: q
         `[tokens, query_heads, qk_dim]`, positions int64 `[tokens]`, cos and sin float32 `[positions, rotary
@@ -183,24 +194,27 @@ class Package(Eager):
             return self._operators.append_kv(k, v, k_cache, v_cache, slot_mapping, layer, rotary)
         return self.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer, rotary)
 
+    @_public
     def merge_states(self, out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
         """Merge two attention results over disjoint keys of the same queries; returns new (out, lse).
 
         out_a, out_b `[tokens, query_heads, v_dim]` in the spec's dtype, lse_a, lse_b float32 `[tokens,
-        query_heads]` in natural log; all contiguous. A state that saw no key is (0, -inf). Raises
-        ArgumentError, NoBinaryError or CaptureError.
+        query_heads]` in natural log; all contiguous. A state that saw no key is (0, -inf). lse must be
+        finite or -inf, which is not checked: NaN and +inf give NaN. Raises ArgumentError, NoBinaryError,
+        CaptureError or DriverError.
         """
         if _is_compiling() or _active_modes() or type(out_a) not in _PLAIN:
             _tensor("merge_states", "out_a", out_a)
             return self._operators.merge_states(out_a, lse_a, out_b, lse_b)
         return self.run_merge_states(out_a, lse_a, out_b, lse_b)
 
+    @_public
     def workspace(self, device=None, **limits) -> Workspace:
         """Scratch for `attention` on one device (default: the current one), owned by the caller.
 
         Its size is a constant of package and device, `.nbytes`. `limits` (max_seqs, max_seq_len, max_tokens,
         max_spec_tokens) narrow what a call that uses it may hold; each at most the spec's. Raises
-        ArgumentError, NoBinaryError, CaptureError.
+        ArgumentError, NoBinaryError without a GPU or a fitting binary, DriverError, CaptureError.
         """
         narrow = narrowed(self.limits, limits)
         plans = self._plans(device, "workspace")
@@ -210,18 +224,21 @@ class Package(Eager):
             )
         return Workspace(plans.torch_device, plans.size, narrow, self)
 
+    @_public
     def warmup(self, device=None) -> None:
         """Load every binary on one device (default: the current one) and allocate its workspaces; waits for
         the device.
 
-        After it a first call inside graph capture works. Raises NoBinaryError without a GPU or a fitting
-        binary, DamagedBinaryError for an altered file, CaptureError while a graph is being captured.
+        After it a first call inside graph capture works. Raises ArgumentError for what is no device,
+        NoBinaryError without a GPU or a fitting binary, DriverError where its driver cannot be used,
+        DamagedBinaryError for an altered file, CaptureError while a graph is being captured.
         """
         plans = self._plans(device, "warmup")
         if is_capturing(plans.torch_device):
             raise CaptureError("warmup: a graph is being captured; needed: call warmup() before the capture")
         plans.warm()
 
+    @_public
     def explain(
         self, q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None,
         max_seqlen_k=None, layer=None, out=None, return_lse=False, sinks=None, alibi_slopes=None,
@@ -251,6 +268,7 @@ class Package(Eager):
         ranged = prefix_ranges is not None
         return _explain.explain(self, plans, problem, call, data, return_lse, max_seqlen_k, lengths, ranged)
 
+    @_public
     def explain_varlen(
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, layer=None,
         out=None, return_lse=False, sinks=None, alibi_slopes=None, prefix_ranges=None, checks="shapes",
@@ -270,6 +288,7 @@ class Package(Eager):
             self, plans, problem, call, data, return_lse, max_seqlen_k, lengths, ranged
         )
 
+    @_public
     def describe(self) -> str:
         """The package as text: layer groups, limits, targets, variants with sizes and registers, versions.
         Needs no GPU.
@@ -314,14 +333,23 @@ class Package(Eager):
             elif environ.get("TRITON_INTERPRET") == "1":
                 device = torch.device("cpu")
             else:
-                raise NoBinaryError(
-                    f"{function}: no CUDA or HIP device is available; "
-                    f"needed: a GPU of {', '.join(self.table.archs)} with its driver" + _interpret.hint(self.manifest)
-                )
-        device = torch.device(device)
+                raise self._no_gpu(function)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):  # no name of a device; or an index, and no device has one
+            need = 'a torch.device or its name, such as "cuda:0", of a device that is there, or None'
+            _refusals.bad(function, "device", f"is {device!r}", need)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise self._no_gpu(function)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return self.open(device)
+
+    def _no_gpu(self, function: str) -> NoBinaryError:
+        return NoBinaryError(
+            f"{function}: no CUDA or HIP device is available; "
+            f"needed: a GPU of {', '.join(self.table.archs)} with its driver" + _interpret.hint(self.manifest)
+        )
 
 
 def _package_of(name: str) -> Package:
