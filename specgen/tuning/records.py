@@ -356,7 +356,7 @@ def kernel_digest(source: str) -> str:
     except SyntaxError as error:
         raise ValueError(f"not a Python module: {error}") from None
     lines = _STRING_OR_COMMENT.sub(lambda found: found[0] if found["quote"] else "", source).splitlines()
-    for node in ast.walk(tree):
+    for node in (tree, *tree.body):
         if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
             text = node.body[0]
             lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
