@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import os
 import shlex
 import sys
 import time
@@ -11,8 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specgen import __version__
+from specgen import __version__, json_text
 from specgen.errors import SpecgenError
+from specgen.spec import SCHEMA_TITLE
+from specgen.write import write_file
 
 # Text is printed as it is: a path may hold brackets or colons.
 _PLAIN = {"highlight": False, "soft_wrap": True, "markup": False, "emoji": False}
@@ -55,11 +56,11 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--build-dir", type=Path, default=Path("build"), help="where packages are built (build)")
         return sub
 
-    sub = command("init", _init, "write a spec from a model's published config.json", spec=False)
+    sub = command("init", _init, "write a spec from a model's published config.json, and the schema that editors check it by beside it", spec=False)
     sub.add_argument("config", type=Path, help="config.json, or the model folder that holds it")
     sub.add_argument("-o", "--output", type=Path, help="the spec to write (default: print it)")
     sub.add_argument("--name", help="name of the spec (default: from the model)")
-    sub.add_argument("--force", action="store_true", help="overwrite an existing spec")
+    sub.add_argument("--force", action="store_true", help="overwrite what is there")
 
     sub = command("build", _build, "generate, compile and pack a spec's kernel wheel", build_dir=True)
     sub.add_argument("--jobs", type=_positive, help="compiler processes (default: the CPUs)")
@@ -69,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("list", _list, "the specializations of a spec, with the sizes of those that are built", build_dir=True)
     sub.add_argument("--why-not", action="store_true", help="also the configurations that a target cannot hold, and why")
     command("check", _check, "whether the generated tree is up to date with the spec", build_dir=True)
-    sub = command("explain", _explain, "where a specialization comes from and what uses it", spec=False)
+    sub = command("explain", _explain, "where a specialization comes from and what uses it", spec=False, build_dir=True)
     sub.add_argument("symbol", help="a kernel's name, as `specgen list` prints it")
     sub.add_argument("spec", type=Path, nargs="*", help="specs to look in (default: specs/*.yaml)")
     sub = command("verify", _verify, "rebuild a wheel from its embedded spec and compare digests", spec=False)
@@ -135,15 +136,7 @@ def _write(path: Path | None, text: str) -> None:
     if path is None:
         _out.file.write(text)
         return
-    if path.is_dir():
-        raise SpecgenError(f"{path}: is a folder; needs the name of a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(path, text)
     _out.print(f"wrote {path}")
 
 
@@ -152,13 +145,27 @@ def _init(options) -> None:
 
     if options.output and options.output.name == _SCHEMA:
         raise SpecgenError(f"{options.output}: is the name of the schema beside a spec; needs another name")
-    if options.output and options.output.exists() and not options.force:
-        raise SpecgenError(f"{options.output}: exists; pass --force to overwrite it")
+    if options.output and not options.force:
+        if options.output.is_file():
+            raise SpecgenError(f"{options.output}: exists; pass --force to overwrite it")
+        _refuse_foreign_schema(options.output.with_name(_SCHEMA))
     name = options.name or (options.output.stem if options.output else None)
     text = import_config(options.config, name=name, schema=_SCHEMA if options.output else None)
     _write(options.output, text)
     if options.output:
         _write(options.output.with_name(_SCHEMA), _schema_text())
+
+
+def _refuse_foreign_schema(path: Path) -> None:
+    """A schema that an earlier specgen wrote is replaced without a word, nothing else is."""
+    if not path.is_file():
+        return
+    try:
+        ours = str(json_text.read(path)["title"]).startswith(SCHEMA_TITLE)
+    except (SpecgenError, KeyError, TypeError):
+        ours = False
+    if not ours:
+        raise SpecgenError(f"{path}: init writes the schema of specs there, and this is none; pass --force to overwrite it")
 
 
 def _cache():
@@ -200,7 +207,11 @@ def _build(options) -> None:
             warn=_warn,
             pure=options.pure,
         )
-    _out.print(f"built {wheel} ({wheel.stat().st_size / 1e6:.2f} MB)")
+    try:
+        size = f" ({wheel.stat().st_size / 1e6:.2f} MB)"
+    except FileNotFoundError:  # replaced by another build's
+        size = ""
+    _out.print(f"built {wheel}{size}")
 
 
 def _tune(options) -> None:
@@ -279,13 +290,18 @@ def _tuned(options) -> None:
 
     more = _given(options, "store", "imported")
     if options.export:
-        for path, count in tune_data.export(options.spec, options.build_dir, **more, **_given(options, "data")).items():
+        written = tune_data.export(options.spec, options.build_dir, **more, **_given(options, "data"))
+        for path, count in written.items():
             _out.print(f"wrote {path}: {count} measurements")
+        if not written:
+            _out.print("nothing to export: no measurement is of the kernels and the Triton of now")
         return
-    lines = tune_data.stale(options.spec, options.build_dir, **more)
+    lines, count = tune_data.stale(options.spec, options.build_dir, **more)
     for line in lines:
         _out.print(line)
-    if not lines:
+    if not count:
+        _out.print(f"no measurements of the geometries of {options.spec}")
+    elif not lines:
         _out.print("every measurement is of the kernels and the Triton of now")
 
 
@@ -294,7 +310,7 @@ def _list(options) -> None:
 
     generated, root = pipeline.generate_as_built(options.spec, options.build_dir, _cache())
     expansion = generated.expansion
-    built = _built_sizes(root / "manifest.json", generated.loaded.spec.digest)
+    built = pipeline.built_sizes(root, generated.loaded.spec.digest)
     rows = 0
     for symbol in expansion.variants:
         for arch in expansion.archs(symbol):
@@ -304,22 +320,10 @@ def _list(options) -> None:
     if options.why_not:
         for rejection in expansion.rejections:
             _out.print(f"not {rejection.symbol} for {rejection.target}: {rejection.reason}")
-        if not expansion.rejections:
+        if not built:
+            _out.print(f"what a compiled kernel needs too much of, `specgen build {shlex.quote(str(options.spec))}` finds out")
+        elif not expansion.rejections:
             _out.print("every target holds the preferred configurations")
-
-
-def _built_sizes(path: Path, digest: str) -> dict[tuple[str, str], str]:
-    """(symbol, arch) -> sizes, from a manifest that may be missing, damaged or another spec's: then nothing is built."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        variants = content["variants"] if content["spec"]["sha256"] == digest else {}
-        return {
-            (symbol, arch): f"{b['registers']:4d} registers {b['shared_bytes']:7d} B shared {b['spill_bytes']:4d} B spilled"
-            for symbol, variant in variants.items()
-            for arch, b in variant["binaries"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
 
 
 def _check(options) -> int:
@@ -336,7 +340,7 @@ def _check(options) -> int:
 def _explain(options) -> None:
     from specgen import provenance
 
-    _out.print(provenance.explain(options.symbol, options.spec or None))
+    _out.print(provenance.explain(options.symbol, options.spec or None, options.build_dir))
 
 
 def _verify(options) -> int:

@@ -18,6 +18,10 @@ class BuildError(SpecgenError):
     """A valid spec that cannot be built: an unimplemented field, an exceeded budget, a failed compile."""
 
 
+class LimitsError(BuildError):
+    """A batch within the spec's limits has more keys than a kernel counts to."""
+
+
 class BudgetError(BuildError):
     """Compiled kernels that may not ship. `over` maps (symbol, arch) to the reason; the text has one line for each."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from specgen.errors import BuildError
+from specgen.errors import BuildError, LimitsError
 from specgen.rules import why_not
 from specgen.runtime.arguments import ROLES, can_overlap
 from specgen.spec import AttentionSpec, Spec
@@ -151,7 +151,8 @@ def expand(
     over_budget: Mapping[tuple[str, str], str] | None = None,
     measurements: Iterable[Measurement] = (),
 ) -> Expansion:
-    """Enumerate the specializations of `spec`. Raises BuildError naming bytes when no configuration fits a target.
+    """Enumerate the specializations of `spec`. Raises BuildError naming bytes when no configuration fits a target, LimitsError
+    when one would with a smaller limits.max_seq_len.
 
     `over_budget` maps (symbol, arch) to the reason for kernels that an earlier compile refused: others are chosen.
     `measurements`, usable ones (tuning.current), decide what attention launches where there are any for its geometry and the
@@ -272,6 +273,11 @@ class _Site:
         variant, refused = self._first(family, aligned, max_query_len)
         if variant:
             return variant
+        short = replace(self, spec=with_max_seq_len(self.spec, 1), rejections={})
+        fitting, _ = short._first(family, aligned, max_query_len)
+        if fitting:
+            _, reason = self.refusals(fitting)[0]
+            raise LimitsError(f"{self.owner}, {family} on {self.targets[0].arch}: {reason}")
         lines = [f"  {r.symbol}: {r.reason}" for r in refused]
         raise BuildError("\n".join([f"{self.owner}: no {family} configuration fits {self.targets[0].arch}:", *lines]))
 
@@ -292,6 +298,11 @@ class _Site:
                 return variant, refused
             refused += reasons
         return None, refused
+
+
+def with_max_seq_len(spec: Spec, keys: int) -> Spec:
+    """`spec` for sequences of at most so many keys."""
+    return spec.model_copy(update={"limits": spec.limits.model_copy(update={"max_seq_len": keys})})
 
 
 def _takes(schedule: Schedule) -> str:

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from . import json_text
 from .document import decode, parse, read_bytes, scalar
 from .errors import Diagnostic, SpecError, one_line
 from .fields import MAX_NAME, check_module_name
@@ -46,7 +47,9 @@ def import_config(
     if file != Path(path) and not file.exists():
         raise _error(path, None, "", "is a folder without config.json; needs a model folder or a config file")
     data = read_bytes(file, MAX_CONFIG_BYTES)
-    config = _parse(str(file), decode(str(file), data))
+    config = json_text.parse(str(file), decode(str(file), data))
+    if not isinstance(config, dict):
+        raise _error(file, (1, 1), "", "needs a JSON object, the content of a model's config.json")
     try:
         facts = read_facts(config, model_type, dtype)
     except Refused as refused:
@@ -77,34 +80,6 @@ def import_config(
 def _error(path: object, place: tuple[int, int] | None, field: str, message: str) -> SpecError:
     line, column = place or (None, None)
     return SpecError([Diagnostic(str(path), line, column, field, message)])
-
-
-def _parse(path: str, text: str) -> Mapping[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise _error(path, None, key, "duplicate key; keep one of the two")
-            found[key] = value
-        return found
-
-    try:
-        config = json.loads(text, object_pairs_hook=once)
-    except json.JSONDecodeError as error:
-        end = text.rstrip()
-        cut = (
-            "; the file ends too early"
-            if error.pos >= len(end) or error.msg.startswith("Unterminated")
-            else ""
-        )
-        message = "the file is empty" if not end else f"not valid JSON: {error.msg}{cut}"
-        raise _error(path, (error.lineno, error.colno), "", message) from None
-    except (RecursionError, ValueError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-        raise _error(path, None, "", f"not valid JSON: {reason}") from None
-    if not isinstance(config, dict):
-        raise _error(path, (1, 1), "", "needs a JSON object, the content of a model's config.json")
-    return config
 
 
 def _origin(file: Path, config: Mapping[str, Any]) -> str:

@@ -106,7 +106,7 @@ def _dtype(config: Config, outer: Mapping[str, Any], given: str | None, facts: F
             if value is None or value == "auto":
                 continue
             name = value.removeprefix("torch.") if isinstance(value, str) else value
-            if name not in DTYPES:
+            if not isinstance(name, str) or name not in DTYPES:
                 raise Refused(prefix + key, f"needs {', '.join(DTYPES)}, got {shown(value)}")
             facts.dtype, facts.notes["dtype"] = name, prefix + key
             return

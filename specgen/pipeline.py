@@ -2,18 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from specgen import __version__
+from specgen import __version__, json_text
 from specgen.aot import Progress, compile_all
 from specgen.artifact import Artifact
 from specgen.binary import Binary, CompileJob
 from specgen.cache import Cache, cache_key
 from specgen.data_files import license_text
-from specgen.errors import BudgetError, Diagnostic, SpecError, SpecgenError
-from specgen.expand import Expansion, expand
+from specgen.errors import BudgetError, Diagnostic, LimitsError, SpecError, SpecgenError
+from specgen.expand import Expansion, expand, with_max_seq_len
 from specgen.format import FORMATTER, format_source
 from specgen.load import Loaded, load
 from specgen.manifest import binary_path, field_differences, manifest, to_json
@@ -21,12 +22,16 @@ from specgen.measured import measured
 from specgen.plan import RUNTIME, package_name, plan
 from specgen.render import render
 from specgen.rules import refusals
+from specgen.spec import Spec
 from specgen.target import load_targets
 from specgen.toolchain import ptxas_versions, triton_version
+from specgen.tuning.records import Measurement
 from specgen.verify import Difference, verify_wheel
 from specgen.wheel import LAUNCHER_FILE, PURE_TAG, Launcher, build_launcher, wheel_tag, write_wheel
-from specgen.write import diff_tree, write_tree
+from specgen.write import diff_tree, refuse_folder, refuse_place, replacing, sweep_staged, write_tree
 
+_PACKAGE = ("manifest.json", "package")  # what tells a package's folder from a user's own
+_WHEELS = "dist"  # beside the package
 OverBudget = dict[tuple[str, str], str]
 # Oldest torch whose library, compile and export interfaces the runtime uses (specgen/runtime/operators.py).
 REQUIRES = ("torch>=2.6",)
@@ -50,7 +55,7 @@ class Generated:
         own = [warning for each in self.expansion.dispatch if each.aligned for warning in each.choice.warnings]
         if self.stale:
             what = f"{self.stale} measurements are of other kernels or another Triton and were not used"
-            own.append(f"{self.loaded.spec.name}: {what}; `specgen tune --stale` lists them")
+            own.append(f"{self.loaded.spec.name}: {what}; `specgen tune {shlex.quote(self.loaded.path)} --stale` lists them")
         return list(dict.fromkeys(own))
 
     @property
@@ -69,22 +74,51 @@ def generate(path: Path | str, cache: Cache | None = None, over_budget: OverBudg
 
     `over_budget`: (symbol, arch) -> reason for kernels that a compile refused; the next configurations take their place.
     """
-    loaded = load(path)
-    refuse_illegal(loaded)
+    return _generated(load_legal(path), cache, over_budget)
+
+
+def _generated(loaded: Loaded, cache: Cache | None, over_budget: OverBudget | None) -> Generated:
     measurements, stale = measured(loaded)
-    expansion = expand(loaded.spec, load_targets(), over_budget, measurements)
+    expansion = expanded(loaded, over_budget, measurements)
     artifacts = tuple(formatted(render(artifact, loaded), cache) for artifact in plan(loaded, expansion))
     return Generated(loaded, expansion, artifacts, len(stale))
 
 
-def refuse_illegal(loaded: Loaded) -> None:
-    """SpecError naming every field that is not legal or that no kernel template implements, each with its place."""
-    mistakes = [
-        Diagnostic(loaded.path, *loaded.positions.get(field, (None, None)), field, reason)
-        for field, reason in refusals(loaded.spec)
-    ]
+def load_legal(path: Path | str) -> Loaded:
+    """Load a spec. SpecError naming every field that is not legal or that no kernel template implements, each with its place."""
+    loaded = load(path)
+    mistakes = [_mistake(loaded, field, reason) for field, reason in refusals(loaded.spec)]
     if mistakes:
         raise SpecError(mistakes)
+    return loaded
+
+
+def expanded(
+    loaded: Loaded, over_budget: OverBudget | None = None, measurements: Iterable[Measurement] = ()
+) -> Expansion:
+    """`expand` of a loaded spec; SpecError with the place in `limits` and what would fit there if these ask too much."""
+    try:
+        return expand(loaded.spec, load_targets(), over_budget, measurements)
+    except LimitsError as error:
+        reason = f"needs at most {_most_keys(loaded.spec)} beside the other limits; {error}"
+        raise SpecError([_mistake(loaded, "limits.max_seq_len", reason)]) from None
+
+
+def _most_keys(spec: Spec) -> int:
+    """The largest limits.max_seq_len that raises no LimitsError, by bisection."""
+    low, high = 1, spec.limits.max_seq_len
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            expand(with_max_seq_len(spec, middle), load_targets())
+            low = middle
+        except LimitsError:
+            high = middle
+    return low
+
+
+def _mistake(loaded: Loaded, field: str, reason: str) -> Diagnostic:
+    return Diagnostic(loaded.path, *loaded.positions.get(field, (None, None)), field, reason)
 
 
 def formatted(artifact: Artifact, cache: Cache | None) -> Artifact:
@@ -142,9 +176,13 @@ def build(
 
     `pure` leaves the launch extension out: a py3-none-any wheel that launches through ctypes on any host.
     """
+    loaded = load_legal(path)
+    root = package_folder(loaded.spec, build_dir)
+    refuse_place(root, *_PACKAGE)  # an error now, not after all was compiled
+    refuse_folder(root.parent / _WHEELS)
     over_budget: OverBudget = {}
     while True:
-        generated = generate(path, cache, over_budget)
+        generated = _generated(loaded, cache, over_budget)
         try:
             binaries = compile_all(jobs(generated), workers=workers, progress=progress, cache=cache)
             break
@@ -153,42 +191,41 @@ def build(
     for warning in generated.warnings if warn else ():
         warn(warning)
     launcher = None if pure else build_launcher(RUNTIME, cache=cache, warn=warn)
-    files = package_files(generated, binaries, launcher, over_budget)
-    home = build_dir / generated.loaded.spec.name
+    return _write_package(generated, package_files(generated, binaries, launcher, over_budget), root, wheel_tag(launcher))
+
+
+def _write_package(generated: Generated, files: dict[str, bytes], root: Path, tag: str) -> Path:
+    """Replace the package in `root` and the wheel beside it, both or none; the wheel's path."""
     content = json.loads(files["manifest.json"])
-    write_package(files, home / generated.package)
-    wheel = write_wheel(
-        files,
-        distribution=content["distribution"],
-        version=content["version"],
-        package=generated.package,
-        summary=f"Paged attention kernels for {generated.loaded.spec.name}, generated by specgen",
-        generator=f"specgen {__version__}",
-        tag=wheel_tag(launcher),
-        dest=home / "dist",
-        requires=REQUIRES,
-        extras=EXTRAS,
-        license_files={"LICENSE": license_text()},
-    )
-    for other in wheel.parent.glob(f"{wheel.name.split('-')[0]}-*.whl"):  # an older build's, with another tag
-        if other != wheel:
-            other.unlink(missing_ok=True)
+    with replacing(root, *_PACKAGE):
+        sweep_staged(root.parent / _WHEELS)
+        wheel = write_wheel(
+            files,
+            distribution=content["distribution"],
+            version=content["version"],
+            package=generated.package,
+            summary=f"Paged attention kernels for {generated.loaded.spec.name}, generated by specgen",
+            generator=f"specgen {__version__}",
+            tag=tag,
+            dest=root.parent / _WHEELS,
+            requires=REQUIRES,
+            extras=EXTRAS,
+            license_files={"LICENSE": license_text()},
+            together=lambda: write_tree(files, root),
+        )
+        for other in wheel.parent.glob(f"{wheel.name.split('-')[0]}-*.whl"):  # an older build's, with another tag
+            if other != wheel:
+                other.unlink(missing_ok=True)
     return wheel
-
-
-def write_package(files: dict[str, bytes], folder: Path) -> None:
-    """Replace `folder` by the package; SpecgenError if something lies there that specgen did not write."""
-    if folder.exists() and not (folder / "manifest.json").is_file() and (folder.is_file() or any(folder.iterdir())):
-        raise SpecgenError(f"{folder}: exists and is no package that specgen wrote; move it away or build elsewhere")
-    write_tree(files, folder)
 
 
 def build_sources(path: Path | str, build_dir: Path, cache: Cache | None = None) -> Path:
     """Write a package of sources alone (no binaries, no wheel): what the interpreter and the JIT run. Returns its folder."""
     generated = generate(path, cache)
-    folder = build_dir / generated.loaded.spec.name / generated.package
-    write_package(package_files(generated, {}, None), folder)
-    return folder
+    root = package_folder(generated.loaded.spec, build_dir)
+    with replacing(root, *_PACKAGE):
+        write_tree(package_files(generated, {}, None), root)
+    return root
 
 
 def package_files(
@@ -228,27 +265,49 @@ def check(path: Path | str, build_dir: Path, cache: Cache | None = None) -> list
 
 def generate_as_built(path: Path | str, build_dir: Path, cache: Cache | None = None) -> tuple[Generated, Path]:
     """What the spec generates, without the configurations that its last build refused; and the built package's folder."""
-    generated = generate(path, cache)
-    root = build_dir / generated.loaded.spec.name / generated.package
-    refused = built_over_budget(root)
-    return (generate(path, cache, refused) if refused else generated), root
+    loaded = load_legal(path)
+    root = package_folder(loaded.spec, build_dir)
+    return _generated(loaded, cache, built_over_budget(root)), root
+
+
+def package_folder(spec: Spec, build_dir: Path) -> Path:
+    """Where the package of a spec is built."""
+    return build_dir / spec.name / package_name(spec.name)
 
 
 def built_over_budget(root: Path) -> OverBudget:
     """What the compile of the package in `root` refused, from its manifest; empty where that cannot be read."""
     try:
-        refused = json.loads((root / "manifest.json").read_text(encoding="utf-8"))["over_budget"]
+        refused = json_text.read(root / "manifest.json")["over_budget"]
         return {(each["symbol"], each["arch"]): each["reason"] for each in refused}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (SpecgenError, KeyError, TypeError):
+        return {}
+
+
+def built_sizes(root: Path, digest: str) -> dict[tuple[str, str], str]:
+    """(symbol, arch) -> sizes in words, from the manifest in `root`; empty where that is missing, damaged or another spec's."""
+    try:
+        content = json_text.read(root / "manifest.json")
+        variants = content["variants"] if content["spec"]["sha256"] == digest else {}
+        return {
+            (symbol, arch): f"{b['registers']:4d} registers {b['shared_bytes']:7d} B shared {b['spill_bytes']:4d} B spilled"
+            + (" outside the main loop" if b["spill_bytes"] else "")
+            for symbol, variant in variants.items()
+            for arch, b in variant["binaries"].items()
+        }
+    except (SpecgenError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
 def _built_differences(generated: Generated, root: Path) -> list[str]:
     try:
-        content = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
-        known = {b["file"]: b["sha256"] for v in content["variants"].values() for b in v["binaries"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"manifest.json: missing or damaged ({type(error).__name__})"]
+        content = json_text.read(root / "manifest.json")
+        binaries = [b for v in content["variants"].values() for b in v["binaries"].values()]
+        known = {PurePosixPath(b["file"]).as_posix(): b["sha256"] for b in binaries}
+    except SpecError as error:
+        return [f"manifest.json: {error.diagnostics[0].message}"]
+    except (KeyError, TypeError, AttributeError) as error:
+        return [f"manifest.json: damaged ({error!r})"]
     tools = {"triton": "", "ptxas": "", "launcher_compiler": None}
     refused = built_over_budget(root)
     expected = manifest(generated.loaded.spec, generated.expansion, load_targets(), {}, over_budget=refused, **tools)
@@ -272,5 +331,6 @@ def verify(wheel: Path, *, progress: Progress | None = None) -> list[Difference]
         return build(spec, spec.parent / "build", progress=progress, pure=pure)
 
     if not wheel.is_file():
-        raise SpecgenError(f"{wheel}: {'is a folder; needs a wheel' if wheel.is_dir() else 'no such file'}")
+        what = "is a folder" if wheel.is_dir() else "is no ordinary file"
+        raise SpecgenError(f"{wheel}: {f'{what}; needs a wheel' if wheel.exists() else 'no such file'}")
     return verify_wheel(wheel, rebuild)

@@ -1,6 +1,7 @@
 """`specgen explain SYMBOL`: one specialization traced from the spec's line to the dispatch rows that launch it.
 
-Composes load, rules, expand and plan to read them, renders and writes nothing. Touches only the specs it looks in.
+Composes load, rules, expand and plan to read them, writes nothing. Reads only the specs it looks in, their measurements and what
+their builds refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,9 +10,10 @@ from pathlib import Path
 
 from specgen.data_files import SPECS
 from specgen.errors import SpecgenError
-from specgen.expand import Expansion, Use, expand
-from specgen.load import Loaded, load
-from specgen.pipeline import refuse_illegal
+from specgen.expand import Expansion, Use
+from specgen.load import Loaded
+from specgen.measured import measured
+from specgen.pipeline import built_over_budget, expanded, load_legal, package_folder
 from specgen.plan import Rows, dispatch_rows, package_name, plan
 from specgen.runtime.arguments import ROLES
 from specgen.runtime.table import AttentionRow, VarlenRow
@@ -19,18 +21,18 @@ from specgen.target import load_targets
 from specgen.variant import ATTENTION_FAMILIES, Variant
 
 
-def explain(symbol: str, specs: Sequence[Path] | None = None) -> str:
+def explain(symbol: str, specs: Sequence[Path] | None = None, build_dir: Path = Path("build")) -> str:
     """Where `symbol` comes from, what it is and which dispatch rows launch it, for every spec that has it.
 
     `specs` None looks in specs/*.yaml below the current directory, or in those that come with specgen, and passes over
-    the specs that cannot be generated. Raises the error of a spec that was named and cannot be generated, and
+    the specs that cannot be generated. Kernels are those of `specgen list`, which knows what builds in `build_dir` refused. Raises the error of a spec that was named and cannot be generated, and
     SpecgenError with the nearest symbols if none has this one.
     """
     paths = list(specs) if specs is not None else _default_specs()
     sections, known, skipped = [], {}, 0
     for path in paths:
         try:
-            loaded, expansion = _expanded(path)
+            loaded, expansion = _expanded(path, symbol, build_dir)
         except SpecgenError:
             if specs is not None:
                 raise
@@ -48,10 +50,14 @@ def _default_specs() -> list[Path]:
     return sorted(Path("specs").glob("*.yaml")) or sorted(SPECS.glob("*.yaml"))
 
 
-def _expanded(path: Path) -> tuple[Loaded, Expansion]:
-    loaded = load(path)
-    refuse_illegal(loaded)
-    return loaded, expand(loaded.spec, load_targets())
+def _expanded(path: Path, symbol: str, build_dir: Path) -> tuple[Loaded, Expansion]:
+    """A spec as it is built; without its measurements, which take seconds, where these cannot choose a kernel of this name."""
+    loaded = load_legal(path)
+    refused = built_over_budget(package_folder(loaded.spec, build_dir))
+    expansion = expanded(loaded, refused)
+    if any(v.family in ROLES and f"_{v.shape}_" in symbol for v in expansion.variants.values()):
+        expansion = expanded(loaded, refused, measured(loaded)[0])
+    return loaded, expansion
 
 
 def _not_found(symbol: str, known: Iterable[str], searched: int, skipped: int) -> str:
@@ -73,6 +79,8 @@ def _section(symbol: str, loaded: Loaded, expansion: Expansion) -> Iterator[str]
         yield from _origin(loaded, layer, [use for use in uses if use.layer == layer])
     yield from _identity(variant)
     yield from _files(symbol, loaded, expansion)
+    if replaced := [other for other, stand_in in expansion.stand_ins.items() if stand_in == symbol]:
+        yield f"  stands in for   {', '.join(replaced)}, where kernels are compiled just in time or interpreted"
     rows = list(_rows(symbol, dispatch_rows(loaded.spec, expansion)))
     yield f"  dispatch rows   {len(rows)}, in dispatch.py"
     yield from (f"    {row}" for row in rows)
@@ -143,7 +151,8 @@ def _rows(symbol: str, rows: Rows) -> Iterator[str]:
 
 
 def _condition(row: AttentionRow) -> str:
-    return f"{_rank(row)}, max_seqlen_q {row.min_query_len}..{row.max_query_len}"
+    others = "".join(f", {name} {low}..{high}" for name, (low, high) in row.narrowed)
+    return f"{_rank(row)}, max_seqlen_q {row.min_query_len}..{row.max_query_len}{others}"
 
 
 def _rank(row: AttentionRow | VarlenRow) -> str:

@@ -39,7 +39,8 @@ def refusals(spec: Spec) -> list[tuple[str, str]]:
             if is_on(entry) and not allowed(entry)
         ]
         if entry.rotary is not None and (alike := _alike(entry, spec.tensor_parallel)):
-            what = f"tensor_parallel {alike[0]} and {alike[1]} leave the same key/value heads beside different query heads"
+            those = f"{', '.join(map(str, alike[:-1]))} and {alike[-1]}"
+            what = f"tensor_parallel {those} leave the same key/value heads beside different query heads"
             reasons.append((f"attention.{i}.rotary", f"{what}: append_kv could not tell which queries to rotate"))
         if entry.softcap is not None and not _SOFTCAPS[0] <= entry.softcap <= _SOFTCAPS[1]:
             reason = f"needs a softcap from {_SOFTCAPS[0]:g} to {_SOFTCAPS[1]:g}, got {entry.softcap!r}: kernels apply it in float32"
@@ -55,10 +56,10 @@ def refusals(spec: Spec) -> list[tuple[str, str]]:
     return reasons
 
 
-def _alike(entry: AttentionSpec, degrees: tuple[int, ...]) -> tuple[int, int] | None:
-    """Two degrees that replication leaves with one key/value head each: the append_kv table keys on that count alone."""
+def _alike(entry: AttentionSpec, degrees: tuple[int, ...]) -> list[int]:
+    """The degrees that replication leaves with one key/value head each, if more than one: append_kv's table keys on that count alone."""
     replicated = [degree for degree in degrees if entry.per_rank(degree)[1] == 1]
-    return (replicated[0], replicated[1]) if len(replicated) > 1 else None
+    return replicated if len(replicated) > 1 else []
 
 
 def shared_bytes(variant: Variant, vendor: str) -> int:

@@ -373,6 +373,9 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1024
 
 
+SCHEMA_TITLE = "specgen spec"  # what the title begins with in every version
+
+
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a spec, for editors: every field with its description, closed lists and bounds."""
     schema = Spec.model_json_schema()
@@ -381,5 +384,5 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,
-        "title": "specgen spec, version 1",
+        "title": f"{SCHEMA_TITLE}, version 1",
     }

@@ -14,9 +14,9 @@ from specgen.artifact import Artifact
 from specgen.binary import Binary, CompileJob, Failed, Refused
 from specgen.cache import Cache
 from specgen.errors import SpecgenError
-from specgen.expand import Expansion, Use, decode_query_lens, expand, geometries
+from specgen.expand import Expansion, Use, decode_query_lens, geometries
 from specgen.explanations import near
-from specgen.load import Loaded, load
+from specgen.load import Loaded
 from specgen.manifest import layer_fields
 from specgen.plan import RUNTIME, kernel_artifact, plan
 from specgen.render import render
@@ -29,8 +29,9 @@ from specgen.tuning.records import Launch, attention_part, kernel_digest
 from specgen.tuning.space import ORIGIN, families, sample, space
 from specgen.variant import Geometry, Variant
 from specgen.wheel import build_launcher
-from specgen.write import write_tree
+from specgen.write import refuse_place, replacing, write_tree
 
+_BUNDLE = (FILE, "bundle")  # what tells a bundle's folder from a user's own
 Report = Callable[[str, int, int], None]  # what is done, how many are done, of how many
 
 
@@ -94,14 +95,17 @@ def make_bundles(
     hold as often as it asks for is left out. SpecError for mistakes in the spec, SpecgenError where nothing is left
     to try or the spec is batch-invariant.
     """
-    loaded = load(path)
-    pipeline.refuse_illegal(loaded)
+    loaded = pipeline.load_legal(path)
+    pipeline.expanded(loaded)  # an error now, not after all was compiled
     if loaded.spec.batch_invariant:
         what = "measurements choose kernels by the batch, which batch_invariant excludes"
         raise SpecgenError(f"{loaded.spec.name}: cannot be tuned: {what}")
+    archs = _archs(loaded.spec, choice.targets)
+    for arch in archs:
+        refuse_place(tuning_folder(build_dir, loaded.spec.name) / arch, *_BUNDLE)
     return [
         _make_bundle(loaded, arch, targets, build_dir, choice, cache, workers, report, warn)
-        for arch, targets in _archs(loaded.spec, choice.targets).items()
+        for arch, targets in archs.items()
     ]
 
 
@@ -126,7 +130,7 @@ def _make_bundle(loaded: Loaded, arch: str, targets, build_dir: Path, choice: Ch
     codes = _codes(loaded, kernels)
     kernels = _few_codes(kernels, codes, choice)
     outcomes = _compiled(loaded, kernels, codes, cache, workers, report) if choice.binaries else {}
-    untuned = expand(spec, load_targets(), {(symbol, arch): outcome.reason for symbol, outcome in _bad(outcomes).items()})
+    untuned = pipeline.expanded(loaded, {(symbol, arch): outcome.reason for symbol, outcome in _bad(outcomes).items()})
     kernels = _sampled(_untuned_first(kernels, untuned), codes, outcomes, choice)
     groups: dict[Geometry, Group] = {}
     good = []
@@ -252,10 +256,8 @@ def _package(loaded: Loaded, kernels: Sequence[_Kernel], rest: Sequence[Artifact
 
 def _write(bundle: Bundle, files: dict[str, bytes]) -> None:
     """Replace the bundle's folder; SpecgenError if something lies there that specgen did not write."""
-    folder = bundle.folder
-    if folder.exists() and not (folder / FILE).is_file() and (folder.is_file() or any(folder.iterdir())):
-        raise SpecgenError(f"{folder}: exists and is no bundle that specgen wrote; move it away or build elsewhere")
-    write_tree(files, folder)
+    with replacing(bundle.folder, *_BUNDLE):
+        write_tree(files, bundle.folder)
 
 
 def _skeleton(loaded: Loaded, untuned: Expansion, cache: Cache | None) -> list[Artifact]:

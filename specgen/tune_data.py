@@ -1,6 +1,5 @@
 """What becomes of a sweep's measurements: which are out of date, and the others as text for git. Needs no GPU; prints nothing."""
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,21 +14,24 @@ from specgen.tuning.jsonl import dumps, read, unique_by_id
 from specgen.tuning.records import Measurement
 from specgen.tuning.relatives import identify
 from specgen.tuning.store import Store
+from specgen.write import write_file
 
 
-def stale(path: Path, build_dir: Path, store: Path | None = None, imported: Sequence[Path] = ()) -> list[str]:
-    """What of a spec's measurements must be taken again, and why: a line for each GPU and schedule.
+def stale(path: Path, build_dir: Path, store: Path | None = None, imported: Sequence[Path] = ()) -> tuple[list[str], int]:
+    """What of a spec's measurements must be taken again, and why: a line for each GPU and schedule; of how many.
 
     They are of other kernels than the spec generates now, or of another Triton. Looks at those that a build reads (measured.py),
     those in the store (if None: beside the spec's bundles) and those in the JSON Lines files `imported`.
     """
     loaded = load(path)
-    found = [*measured(loaded)[1], *current(loaded, _kept(loaded, build_dir, store, imported))[1]]
+    kept = _kept(loaded, build_dir, store, imported)
+    used, found = (own + other for own, other in zip(measured(loaded), current(loaded, kept)))
     ids: dict[str, set[str]] = {}
     for each in found:
         m = each.measurement
         ids.setdefault(f"{m.setting.gpu.name}: {m.schedule.label}: {each.reason}", set()).add(m.id)
-    return [f"{line} ({len(own)} measurement{'s' * (len(own) > 1)})" for line, own in ids.items()]
+    lines = [f"{line} ({len(own)} measurement{'s' * (len(own) > 1)})" for line, own in ids.items()]
+    return lines, len({m.id for m in used} | set().union(*ids.values()))
 
 
 def export(
@@ -49,7 +51,7 @@ def export(
     for file, found in files.items():
         before = read(file) if file.is_file() else []
         if good := unique_by_id(current(loaded, [*before, *found])[0]):
-            _write(file, dumps(good))
+            write_file(file, dumps(good))
             written[file] = len(good)
     return written
 
@@ -72,9 +74,3 @@ def _gpu_name(m: Measurement) -> str:
     target = identify(m.setting.gpu, load_targets())
     return target.id if target else re.sub(r"[^a-z0-9]+", "_", m.setting.gpu.name.lower()).strip("_")
 
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)

@@ -125,9 +125,7 @@ class Variant:
         g, c = self.geometry, self.config
         parts = [self.family]
         if self.family in ATTENTION_FAMILIES:
-            paged = [] if self.family == "varlen" else [f"p{g.page_size}"]
-            parts += [f"h{g.query_heads}x{g.kv_heads}", self._dims, *paged, DTYPES[g.dtype].short, g.mask]
-            parts += self._features
+            parts.append(self.shape)
             if self.max_query_len is not None:
                 parts.append(f"q{self.max_query_len}")
             parts.append(f"m{c.block_m}n{c.tile_n}")
@@ -142,6 +140,14 @@ class Variant:
         if not self.aligned:
             parts.append("unaligned")
         return "_".join(parts)
+
+    @property
+    def shape(self) -> str:
+        """What the symbol of an attention kernel says of its geometry."""
+        g = self.geometry
+        paged = [] if self.family == "varlen" else [f"p{g.page_size}"]
+        heads = f"h{g.query_heads}x{g.kv_heads}"
+        return "_".join([heads, self._dims, *paged, DTYPES[g.dtype].short, g.mask, *self._features])
 
     @property
     def _features(self) -> list[str]:

@@ -29,6 +29,7 @@ from packaging.version import InvalidVersion, Version
 
 from specgen.cache import Cache, cache_key
 from specgen.errors import BuildError
+from specgen.write import staged
 
 LAUNCHER_FILE = "_launch.abi3.so"  # what the import system calls a limited-API extension
 PURE_TAG = "py3-none-any"
@@ -157,14 +158,16 @@ def write_wheel(
     keywords: Sequence[str] = (),
     classifiers: Sequence[str] = (),
     urls: Mapping[str, str] | None = None,
+    together: Callable[[], None] = lambda: None,
 ) -> Path:
     """Writes `dest`/NAME-VERSION-TAG.whl and returns its path.
 
     `files` are the package's, by POSIX path inside its folder `package`; `license_files` go to the metadata
     folder. `requires` and `extras` are requirements as PEP 508 writes them, `description` is Markdown,
     `generator` such as "specgen 0.1.0". The wheel appears under its name in one step, so a build that fails
-    leaves an older one as it was. Raises BuildError for a name, version, tag, requirement or path that is not
-    valid.
+    leaves an older one as it was; `together` writes what must change with it, when all that is left is to give
+    it its name. Raises BuildError for a name, version, tag, requirement or path that is not valid, SpecgenError
+    where the wheel cannot be written.
     """
     name = canonicalize_name(distribution)
     _check(
@@ -202,7 +205,7 @@ def write_wheel(
         ]
     )
     entries[f"{info}/RECORD"] = _record(entries, f"{info}/RECORD")
-    return _publish(entries, Path(dest) / f"{stem}-{tag}.whl")
+    return _publish(entries, Path(dest) / f"{stem}-{tag}.whl", together)
 
 
 def record_digest(content: bytes) -> str:
@@ -273,18 +276,13 @@ def _ordered(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: (".dist-info/" in path, path.endswith("/RECORD"), path))
 
 
-def _publish(entries: Mapping[str, bytes], path: Path) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".wheel-", dir=path.parent) as folder:
-            temporary = Path(folder, path.name)
-            with zipfile.ZipFile(temporary, "w") as archive:
-                for name in _ordered(entries):
-                    entry = zipfile.ZipInfo(name, _DATE)
-                    entry.create_system = 3  # Unix, whatever this system is: the mode below is read that way
-                    entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
-                    archive.writestr(entry, entries[name], zipfile.ZIP_DEFLATED, 9)
-            os.replace(temporary, path)
-    except OSError as error:
-        raise BuildError(f"{path}: cannot be written: {error.strerror or error}") from error
+def _publish(entries: Mapping[str, bytes], path: Path, together: Callable[[], None]) -> Path:
+    with staged(path) as partial:
+        with zipfile.ZipFile(partial, "w") as archive:
+            for name in _ordered(entries):
+                entry = zipfile.ZipInfo(name, _DATE)
+                entry.create_system = 3  # Unix, whatever this system is: the mode below is read that way
+                entry.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
+                archive.writestr(entry, entries[name], zipfile.ZIP_DEFLATED, 9)
+        together()
     return path

@@ -1,30 +1,107 @@
-"""Write a generated tree in one step, and compare one with what it should be. Touches only the folder it is given."""
+"""Write a file or a generated tree in one step, and compare a tree with what it should be. Touches only the place it is given."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from specgen.errors import BuildError
+from specgen.errors import BuildError, SpecgenError
+
+_STAGED = ".specgen-"  # what begins the name of a file that is not whole yet
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Replace a file, and make its folder; on any error all stays as it was. Text is written as UTF-8. Raises as `staged`."""
+    with staged(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """The name of a file to write, which takes the place of `path` when the block ends; nothing stays of one that raises.
+
+    SpecgenError names `path`, and says why it cannot be written.
+    """
+    partial = path.with_name(f"{_STAGED}{os.getpid()}-{threading.get_ident()}")
+    try:
+        if path.exists() and not path.is_file():
+            raise SpecgenError(f"{path}: is {'a folder' if path.is_dir() else 'no ordinary file'}; needs the name of a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        raise SpecgenError(f"{path}: cannot be written: {_why(error)}") from error
+
+
+def sweep_staged(folder: Path) -> None:
+    """Remove what killed processes were writing in a folder; for who holds the place of all that writes there."""
+    for left in [*folder.glob(f"{_STAGED}*"), *folder.glob(".wheel-*")]:  # the latter of specgen 0.1 and earlier
+        shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def refuse_folder(folder: Path) -> None:
+    """BuildError unless a folder can be written, or made. Touches nothing."""
+    place = folder
+    while not os.path.lexists(place):
+        place = place.parent
+    if place.is_symlink() and not place.exists():
+        raise BuildError(f"{place}: cannot be written: is a link to {os.readlink(place)}, which is not there")
+    if not place.is_dir():
+        raise BuildError(f"{folder}: cannot be written: {os.strerror(errno.EEXIST if place == folder else errno.ENOTDIR)}")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise BuildError(f"{folder}: cannot be written: {os.strerror(errno.EACCES)}")
+
+
+def refuse_place(root: Path, mark: str, what: str) -> None:
+    """BuildError if no tree can be written to `root`, or something else lies there than a tree with a file `mark`. Touches nothing.
+
+    `what` is what such a tree is called: "package".
+    """
+    refuse_folder(root.parent)
+    own = not os.path.lexists(root) or root.is_dir() and ((root / mark).is_file() or not any(root.iterdir()))
+    if not own:
+        raise BuildError(f"{root}: exists and is no {what} that specgen wrote; move it away or build elsewhere")
+
+
+@contextlib.contextmanager
+def replacing(root: Path, mark: str, what: str) -> Iterator[None]:
+    """Hold the place of the tree `root`, and what is beside it, against other processes; raises as `refuse_place`."""
+    refuse_folder(root.parent)
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(root.parent / f".{root.name}.lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise BuildError(f"{root.parent}: cannot be written: {_why(error)}") from error
+    with lock:
+        refuse_place(root, mark, what)
+        yield
 
 
 def write_tree(files: Mapping[str, bytes], root: Path) -> None:
     """Replace the folder `root` by `files` (POSIX path -> content): all of them or, on any error, none.
 
-    The tree is written beside `root` and renamed into place under a lock, so that concurrent builds leave one whole tree.
-    What a killed build left there goes. BuildError if the folder cannot be written.
+    The tree is written beside `root` and renamed into place; who calls it holds that (`replacing`), so that concurrent builds
+    leave one whole tree. What a killed build left there goes. BuildError if the folder cannot be written.
     """
     try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(root.parent / f".{root.name}.lock"):
-            for left in root.parent.glob(f".{root.name}-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            _write(files, root)
+        for left in root.parent.glob(f".{root.name}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        _write(files, root)
     except OSError as error:
-        raise BuildError(f"{error.filename or root}: cannot be written: {error.strerror or error}") from error
+        raise BuildError(f"{root}: cannot be written: {_why(error)}") from error
+
+
+def _why(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _write(files: Mapping[str, bytes], root: Path) -> None:
@@ -53,13 +130,6 @@ def _swap(fresh: Path, root: Path) -> None:
             raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def diff_tree(files: Mapping[str, bytes], root: Path, ignored: tuple[str, ...] = ()) -> list[str]:

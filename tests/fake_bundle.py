@@ -143,14 +143,20 @@ def make_bundle(folder: Path, decode=(), prefill=(), varlen=(), failed=(), workl
 def variant(family, rows, config):
     facts = {name: LAYER[name] for name in ("query_heads", "kv_heads", "qk_dim", "v_dim", "page_size", "dtype", "mask", "scale")}
     sizes = {"block_m": config.block_m, "tile_n": config.tile_n, "ctas_per_multiprocessor": 1}
-    return {"family": family, "max_query_len": rows, "aligned": True, "binaries": {}, **facts, **sizes}
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages, "alignment": 16, "binaries": {}}
+    return {"family": family, "module": "", "max_query_len": rows, "aligned": True, **facts, **sizes, **launch}
 
 
 def manifest(variants):
-    target = {"id": "h200", "arch": ARCH, "multiprocessors": 132, "memory_bandwidth_GBps": 4800.0, "matrix_rate_TFLOPs": 989.4}
+    target = {"id": "h200", "arch": ARCH, "multiprocessors": 132, "shared_memory_per_block": 232448, "memory_bandwidth_GBps": 4800.0, "matrix_rate_TFLOPs": 989.4}
     return {
+        "format": 1,
         "package": PACKAGE,
+        "distribution": PACKAGE,
         "version": "0",
+        "specgen": "0",
+        "triton": "3.7.1",
+        "spec": {},
         "targets": [target],
         "limits": LIMITS,
         "layers": [LAYER],

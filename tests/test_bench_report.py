@@ -202,7 +202,8 @@ def test_without_a_subject_or_rows_nothing_is_drawn(result, tmp_path):
 def test_what_is_no_result(tmp_path):
     file = tmp_path / "x.json"
     for text, message in (
-        ("{", "x.json: Expecting property name"),
+        ("{", "x.json:1:2: not valid JSON: Expecting property name"),
+        ("[" * 100_000, "x.json: not valid JSON: nested too deeply"),
         ("[]", "x.json: is no result of `specgen bench`: it lacks device, software"),
         (json.dumps({"device": "", "software": {}, "peers": {}, "track": ""}), "it lacks command, rows"),
     ):

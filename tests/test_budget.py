@@ -1,6 +1,8 @@
 """A kernel that compiles and may not ship gives way to the next configuration; the package remembers why."""
 
 import json
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -85,3 +87,76 @@ def test_a_build_leaves_one_wheel(tmp_path, monkeypatch):
     stale.rename(old)
     wheel = pipeline.build(spec, tmp_path / "build", pure=True)
     assert [path.name for path in wheel.parent.glob("*.whl")] == [wheel.name]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("build/tight/tight_kernels/mine.py", "tight_kernels: exists and is no package that specgen wrote"),
+        ("build/tight/tight_kernels", "tight_kernels: exists and is no package that specgen wrote"),
+        ("build/tight", "build/tight: cannot be written: File exists"),
+        ("build", "build/tight: cannot be written: Not a directory"),
+        ("build/tight/dist", "build/tight/dist: cannot be written: File exists"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused_before_the_first_compile(tmp_path, monkeypatch, place, said):
+    spec = tmp_path / "tight.yaml"
+    spec.write_text(SPEC)
+    monkeypatch.setattr(pipeline, "compile_all", lambda *_, **__: pytest.fail("compiled"))
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(BuildError, match=said):
+        pipeline.build(spec, tmp_path / "build", pure=True)
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / place).read_text() == "mine"
+
+
+def test_a_link_to_nothing_in_the_way_is_named(tmp_path, monkeypatch):
+    spec = tmp_path / "tight.yaml"
+    spec.write_text(SPEC)
+    monkeypatch.setattr(pipeline, "compile_all", lambda *_, **__: pytest.fail("compiled"))
+    (tmp_path / "build/tight").mkdir(parents=True)
+    (tmp_path / "build/tight/dist").symlink_to("nowhere")
+    with pytest.raises(BuildError, match="tight/dist: cannot be written: is a link to nowhere, which is not there"):
+        pipeline.build(spec, tmp_path / "build", pure=True)
+
+
+def test_a_wheel_that_cannot_be_written_leaves_the_tree_beside_the_old_one(tmp_path, monkeypatch):
+    spec = tmp_path / "tight.yaml"
+    spec.write_text(SPEC)
+    monkeypatch.setattr(pipeline, "compile_all", compiler(lambda job: False))
+    wheel = pipeline.build(spec, tmp_path / "build", pure=True)
+    before = {path: path.read_bytes() for path in (tmp_path / "build").rglob("*") if path.is_file()}
+    spec.write_text(SPEC.replace("max_seqs: 4", "max_seqs: 8"))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(pipeline.SpecgenError) as caught:
+        patch.setattr("zipfile.ZipFile.writestr", full)
+        pipeline.build(spec, tmp_path / "build", pure=True)
+    assert str(caught.value) == f"{wheel}: cannot be written: No space left on device"
+    assert before == {path: path.read_bytes() for path in (tmp_path / "build").rglob("*") if path.is_file()}
+    for name in (".wheel-1", ".specgen-2"):  # of killed builds
+        (wheel.parent / name).mkdir()
+    pipeline.build(spec, tmp_path / "build", pure=True)
+    assert list(wheel.parent.iterdir()) == [wheel]
+
+
+def test_builds_of_two_tags_at_once_leave_a_tree_and_its_wheel(tmp_path, monkeypatch):
+    spec = tmp_path / "tight.yaml"
+    spec.write_text(SPEC)
+    monkeypatch.setattr(pipeline, "compile_all", compiler(lambda job: False))
+    generated = pipeline.generate(spec)
+    files = pipeline.package_files(generated, {}, None)
+    root = pipeline.package_folder(generated.loaded.spec, tmp_path / "build")
+
+    def write(number: int) -> None:
+        tag = pipeline.PURE_TAG if number % 2 else "cp311-abi3-manylinux_2_17_x86_64"
+        pipeline._write_package(generated, files | {"number": b"%d" % number}, root, tag)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(12)))
+    (wheel,) = (root.parent / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read("tight_kernels/number") == (root / "number").read_bytes()

@@ -31,6 +31,26 @@ def put(**values):
     return lambda given: given.update(values)
 
 
+def out_over(name):
+    """A case whose out begins within another argument's memory."""
+
+    def apply(given):
+        memory = torch.zeros(8 * 8 * QK + given[name].numel())
+        given[name] = memory[: given[name].numel()].view(given[name].shape)
+        given["out"] = memory[given[name].numel() - 1 :][: 4 * 8 * V].view(4, 8, V)
+
+    return apply
+
+
+def appended_over(name, cache):
+    """A case whose `name` lies in slots of a cache."""
+
+    def apply(given):
+        given[name] = given[cache].view(-1)[-given[name].numel() :].view(given[name].shape)
+
+    return apply
+
+
 WRONG = {
     "q none": (put(q=None), ["q is NoneType", "torch.Tensor [tokens, query_heads, qk_dim]"]),
     "q list": (put(q=[1]), ["q is list", "torch.Tensor"]),
@@ -128,6 +148,9 @@ WRONG = {
         put(out=torch.zeros(999).as_strided((4, 8, V), (128, 8, 1))),
         ["out has strides (128, 8, 1)"],
     ),
+    "out over q": (out_over("q"), ["out overlaps q", "memory of its own: q is read while out is written"]),
+    "out over k": (out_over("k_cache"), ["out overlaps k_cache", "memory of its own"]),
+    "out over v": (out_over("v_cache"), ["out overlaps v_cache", "memory of its own"]),
     "out meta": (put(out=torch.zeros(4, 8, V, device="meta")), ["out is on meta", "cpu"]),
     "max_seqlen_q bool": (put(max_seqlen_q=True), ["max_seqlen_q is bool", "host int"]),
     "max_seqlen_q float": (put(max_seqlen_q=1.0), ["max_seqlen_q is float", "host int"]),
@@ -186,10 +209,20 @@ WRONG_VALUES = {
     "cu falls": (put(cu_seqlens_q=ints(0, 3, 1, 1, 4)), ["cu_seqlens_q falls from 3 to 1 at sequence 1"]),
     "cu end": (put(cu_seqlens_q=ints(0, 1, 3, 3, 5)), ["cu_seqlens_q ends at 5", "at most 4"]),
     "bound q": (put(max_seqlen_q=1), ["max_seqlen_q is 1", "sequence 1 has 2 query rows"]),
+    "bound q of nothing": (put(max_seqlen_q=0), ["max_seqlen_q is 0", "sequence 0 has 1 query rows"]),
     "bound k": (put(max_seqlen_k=8), ["max_seqlen_k is 8", "sequence 0 has 9 keys"]),
     "page": (table_with(16, (0, 2)), ["block_table has page 16 at [0, 2]", "0 to 15 for the 9 keys"]),
     "page -1": (table_with(-1, (3, 0)), ["block_table has page -1 at [3, 0]", "0 to 15"]),
 }
+
+
+def test_tables_under_the_output_under_full_checks(package):
+    tensors, keywords = batch()
+    out = torch.zeros(4, 8, V)
+    keywords["seq_lens"] = out.view(torch.int32).view(-1)[5:9].copy_(keywords["seq_lens"])
+    with pytest.raises(ArgumentError, match="out overlaps seq_lens"):
+        package.attention(*tensors, **keywords, out=out, checks="full")
+    assert not package.opened
 
 
 @pytest.mark.parametrize("case", WRONG_VALUES)
@@ -237,6 +270,16 @@ WRONG_APPENDS = {
         changed("k_cache", lambda x: x[:1].expand(16, -1, -1, -1)),
         ["k_cache has strides", "overlap"],
     ),
+    "one cache": (
+        lambda given: given.update(k_cache=(both := torch.zeros(16, 4, 2, QK)), v_cache=both[..., :V]),
+        ["k_cache overlaps v_cache", "memory of its own: both are written"],
+    ),
+    "k in cache": (appended_over("k", "k_cache"), ["k_cache overlaps k", "k is read while k_cache is written"]),
+    "v in the other cache": (appended_over("v", "k_cache"), ["k_cache overlaps v", "memory of its own"]),
+    "slots in cache": (
+        lambda given: given.update(slot_mapping=given["v_cache"].view(-1)[:10].view(torch.int64)),
+        ["v_cache overlaps slot_mapping"],
+    ),
     "meta": (changed("v", lambda x: x.to("meta")), ["v is on meta", "k_cache's device cpu"]),
     "grad": (changed("k", lambda x: x.requires_grad_()), ["k requires grad"]),
     "scale": (put(k_scale=2.0), ["k_scale is given"]),
@@ -282,3 +325,24 @@ def test_unsupported_features_are_their_own_class(package):
     tensors, keywords = batch()
     with pytest.raises(UnsupportedError):
         package.attention(*tensors, **keywords, sinks=torch.zeros(8))
+
+
+@pytest.mark.parametrize(("layout", "other"), [("NHD", "HND"), ("HND", "NHD")])
+def test_caches_of_the_other_layout_are_told(tmp_path, layout, other):
+    package = fake(tmp_path, features={"layout": layout})
+    tensors, keywords = batch(layout=other)
+    given = kv()
+    for name, cache in zip(("k_cache", "v_cache"), tensors[1:]):
+        given[name] = cache
+    for call in (lambda: package.attention(*tensors, **keywords), lambda: append(package, given)):
+        with pytest.raises(UnsupportedError) as error:
+            call()
+        assert f"k_cache {list(tensors[1].shape)} has layout {other}; this package's is {layout}: [pages, " in str(error.value)
+
+
+def test_wrong_keywords_name_the_function_as_it_is_called(package):
+    tensors, keywords = batch()
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'max_seqlen'"):
+        package.attention(*tensors, **keywords, max_seqlen=1)
+    with pytest.raises(TypeError, match=r"^append_kv\(\) missing 1 required keyword-only argument: 'slot_mapping'"):
+        package.append_kv(*tensors, tensors[0])

@@ -106,9 +106,13 @@ def test_check_reads_the_manifest(built, tree, capsys):
         [f"manifest.json: {name}: differs from what the spec generates" for name in names],
     )
     path.write_text("{")
-    assert check(capsys, built) == (1, ["manifest.json: missing or damaged (JSONDecodeError)"])
-    path.write_text('{"variants": []}')
-    assert check(capsys, built)[0] == 1
+    assert check(capsys, built) == (1, ["manifest.json: not valid JSON: Expecting property name enclosed in double quotes; it ends too early"])
+    for damage in ('{"variants": []}', '{"variants": {"x": {"binaries": {"sm_90": {"file": 5, "sha256": ""}}}}}'):
+        path.write_text(damage)
+        status, lines = check(capsys, built)
+        assert status == 1 and lines[0].startswith("manifest.json: damaged (")
+    path.write_text("[" * 100_000)
+    assert check(capsys, built) == (1, ["manifest.json: not valid JSON: nested too deeply"])
 
 
 def test_check_without_a_tree_says_what_to_run(run, tmp_path):
@@ -177,6 +181,16 @@ def test_list(run, built, tmp_path):
     wide.write_text(SPEC.read_text().replace("head_dim: 64", "head_dim: 256").replace("[h200]", "[l4]"))
     text = run("list", wide, "--why-not", "--build-dir", tmp_path)
     assert " for l4: needs " in text and "bytes of shared memory per block, l4 has 101376" in text
+
+
+def test_list_says_where_registers_are_spilled_and_what_only_a_build_finds(run, tree, built):
+    assert run("list", SPEC, "--why-not", "--build-dir", built).splitlines()[-1].endswith("finds out")
+    content = json.loads((tree / "manifest.json").read_text())
+    sizes = {"registers": 255, "shared_bytes": 0, "spill_bytes": 8}
+    content["variants"][SYMBOL]["binaries"]["sm_90"] = sizes
+    (tree / "manifest.json").write_text(json.dumps(content))
+    text = run("list", SPEC, "--why-not", "--build-dir", built)
+    assert " 8 B spilled outside the main loop\n" in text and "finds out" not in text
 
 
 def test_list_survives_a_damaged_manifest(run, tree, built):
@@ -274,6 +288,17 @@ def test_init(run, tmp_path, monkeypatch):
         "specs/small.yaml: exists;"
     )
     run("init", "config.json", "-o", "specs/small.yaml", "--force")
+    schema = Path("specs/spec.schema.json")
+    schema.write_text('{"title": "specgen spec, version 0"}')  # an older one
+    run("init", "config.json", "-o", "specs/other.yaml")
+    for text in ('{"title": "mine"}', "[1]", "not JSON", ""):
+        schema.write_text(text)
+        said = run("init", "config.json", "-o", "specs/third.yaml", status=1)
+        assert said.startswith("specs/spec.schema.json: init writes the schema of specs there")
+        assert schema.read_text() == text and not Path("specs/third.yaml").exists()
+    run("init", "config.json", "-o", "specs/third.yaml", "--force")
+    assert json.loads(schema.read_text())["title"] == "specgen spec, version 1"
+    assert run("init", "config.json", "-o", "specs", "--name", "x", status=1) == "specs: is a folder; needs the name of a file\n"
     assert "config.json" in run("init", "missing/config.json", status=1)
 
 
@@ -337,6 +362,19 @@ def test_a_full_disk_names_the_folder(tmp_path, run, monkeypatch):
     root = tmp_path / "full_tree" / "full_tree_kernels"
     assert said == f"{root}: cannot be written: No space left on device\n"
     assert [path.name for path in root.parent.iterdir()] == [".full_tree_kernels.lock"]
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, run, monkeypatch):
+    def full(path, *_):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    file = tmp_path / "s.json"
+    assert run("schema", "-o", file, status=1) == f"{file}: cannot be written: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+    assert run("schema", "-o", os.devnull, status=1) == "/dev/null: is no ordinary file; needs the name of a file\n"
+    assert run("verify", os.devnull, status=1) == "/dev/null: is no ordinary file; needs a wheel\n"
 
 
 def test_wrong_usage_is_status_2(capsys):

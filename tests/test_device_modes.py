@@ -80,6 +80,17 @@ def test_just_in_time_refuses_inside_a_capture_and_a_missing_source(gpu):
         device.kernel("two")
 
 
+@pytest.mark.parametrize(("text", "reason"), [("", "it has no one"), ("import triton\n@triton.jit\ndef one(", "")])
+def test_a_damaged_source_is_named(gpu, text, reason):
+    fake = gpu({"one": variant(sm_90={})}, major=8, minor=6)
+    (fake.path / "kernels" / "one.py").write_text(text)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(fake.errors.DamagedBinaryError, match=f"kernels/one.py is damaged: {reason}.*; reinstall fake"),
+    ):
+        fake.open().kernel("one")
+
+
 def test_just_in_time_names_a_kernel_that_does_not_compile(gpu):
     fake = gpu({"one": variant(sm_90={})}, major=8, minor=6)
     source = fake.path / "kernels" / "one.py"
@@ -95,6 +106,14 @@ def test_the_cpu_needs_the_interpreter(gpu):
     fake = gpu({"one": variant(sm_90={})})
     with pytest.raises(fake.errors.NoBinaryError, match="the tensors are on the CPU; needed: tensors on a GPU .*TRITON_INTERPRET=1"):
         fake.open("cpu")
+
+
+def test_the_interpreter_is_not_named_where_it_would_refuse(gpu):
+    """Which is where a kernel multiplies bfloat16, whatever else the package has."""
+    fake = gpu({"one": variant(sm_90={}), "two": variant("decode", sm_90={})})
+    with pytest.raises(fake.errors.NoBinaryError) as caught:
+        fake.open("cpu")
+    assert str(caught.value).endswith("tensors on a GPU (%s has binaries for sm_90)" % fake.manifest["package"])
 
 
 def run(script: str, folder: Path, **environment: str) -> str:

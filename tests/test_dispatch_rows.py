@@ -4,6 +4,7 @@ Also what is legal (rules.py): a configuration for every geometry on every targe
 """
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from ruamel.yaml import YAML
 
 from specgen import decode_ws, pipeline, rules, tuning
 from specgen.aot import compile_all
-from specgen.errors import BuildError
+from specgen.errors import BuildError, SpecError
 from specgen.expand import expand
 from specgen.load import Loaded, loads
 from specgen.manifest import manifest
+from specgen.pipeline import expanded
 from specgen.plan import dispatch_rows, plan
 from specgen.render import kernel_view, render
 from specgen.runtime.arguments import ROLES
@@ -328,6 +330,17 @@ def test_what_fits_no_budget_names_bytes_needed_and_available():
     first, *lines = str(caught.value).splitlines()
     assert first == "attention 'global', tensor_parallel 1: no decode configuration fits sm_90:"
     assert lines and all("bytes of shared memory per block, h200 has 8192" in line for line in lines)
+
+
+def test_limits_that_ask_too_much_are_named_with_what_would_fit():
+    text = (Path(__file__).parent / "cases/too_many_tiles/spec.yaml").read_text()
+    with pytest.raises(SpecError) as caught:
+        expanded(loads(text, "x.yaml"))
+    (said,) = str(caught.value).splitlines()
+    most = int(re.search(r"^x.yaml:9:26: limits.max_seq_len: needs at most (\d+) beside the other limits; attention 'global'", said)[1])
+    expanded(loads(text.replace("16777216", str(most))))
+    with pytest.raises(SpecError, match=f"needs at most {most} "):
+        expanded(loads(text.replace("16777216", str(most + 1))))
 
 
 def test_the_smallest_gpu_of_an_architecture_decides():

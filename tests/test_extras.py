@@ -171,6 +171,7 @@ def test_values_of_extras_under_full_checks(package):
     tensors, keywords = batch()
     good = tensors_of(4) | {"prefix_ranges": torch.tensor([[[1, 1], [9, -4]]] * 4, dtype=torch.int32)}
     package.attention(*tensors, **keywords, **good, checks="full")
+    package.attention(*tensors, **keywords, **good | {"sinks": torch.full((8,), -torch.inf)}, checks="full")
     for change, part in (
         (
             {"prefix_ranges": torch.tensor([[[0, 1], [0, 2]]] * 4, dtype=torch.int32)},
@@ -178,7 +179,9 @@ def test_values_of_extras_under_full_checks(package):
         ),
         ({"prefix_ranges": torch.tensor([[[-1, 1]]] * 4, dtype=torch.int32)}, r"is \[-1, 1\] at \[0, 0\]"),
         ({"sinks": torch.full((8,), torch.nan)}, "sinks is nan at head 0"),
+        ({"sinks": torch.tensor([0.0] * 7 + [torch.inf])}, "sinks is inf at head 7; needed: a finite number, or -inf for no sink"),
         ({"alibi_slopes": torch.full((8,), torch.nan)}, "alibi_slopes is nan at head 0"),
+        ({"alibi_slopes": torch.full((8,), -torch.inf)}, "alibi_slopes is -inf at head 0; needed: a finite number"),
     ):
         with pytest.raises(ArgumentError, match=part):
             package.attention(*tensors, **keywords, **good | change, checks="full")

@@ -333,9 +333,9 @@ def test_a_config_that_cannot_be_a_spec_is_one_clear_line(tmp_path, change, mess
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", ":1:1: the file is empty"),
+        ("", ":1:1: is empty; needs a JSON value"),
         ('{"hidden_size": 4096, "num_att', ":1:23: not valid JSON: Unterminated string"),
-        ('{"hidden_size": 4096,\n "n": ', ":2:7: not valid JSON: Expecting value; the file ends too early"),
+        ('{"hidden_size": 4096,\n "n": ', ":2:7: not valid JSON: Expecting value; it ends too early"),
         ('{"a": 1,}', ":1:9: not valid JSON: "),
         ("[1, 2]", ":1:1: needs a JSON object"),
         ('{"a": 1, "a": 2}', ": a: duplicate key"),
@@ -427,3 +427,11 @@ def test_image_tokens_make_prefix_ranges(tmp_path):
 def test_an_encoder_may_have_alibi(tmp_path):
     (entry,) = imported(tmp_path, LLAMA | {"model_type": "bert", "position_embedding_type": "alibi"}).attention
     assert (entry.mask, entry.alibi) == ("bidirectional", True)
+
+
+@pytest.mark.parametrize("value", [{"": "bfloat16"}, ["bfloat16"], 5, True])
+def test_a_dtype_that_is_no_name_is_refused(tmp_path, value):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 1, "torch_dtype": value}))
+    with pytest.raises(SpecError, match="config.json: torch_dtype: needs .*, got "):
+        import_config(path)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "specgen"
 
 LAYERS = {
-    "noun": "__init__ errors dtypes fields explanations document target spec variant decode_ws prefill_ws artifact binary data_files"
+    "noun": "__init__ errors dtypes fields explanations document json_text target spec variant decode_ws prefill_ws artifact binary data_files"
     " tuning.records tuning.trial bench bench.workloads",
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
@@ -46,7 +46,7 @@ EXTRA = {
     "bench.step": "bench.batch bench.peers bench.results",
     "bench.report": "bench.results",
     "bench.pictures": "bench.results",
-    "bench.output": "bench.report bench.pictures",
+    "bench.output": "bench.report bench.pictures write",
     "hf_facts": "hf_config hf_models hf_layers",  # parts of one verb
     "hf_layers": "hf_config hf_models",
     "hf_config": "hf_models",
@@ -55,7 +55,7 @@ EXTRA = {
     "expand": "rules runtime.arguments tuning tuning.choose tuning.grid tuning.tree",
     "measured": "expand load plan render runtime.arguments toolchain tuning.current tuning.jsonl tuning.shipped",
     "tuning.shipped": "tuning.jsonl",
-    "tuning.store": "tuning.jsonl",
+    "tuning.store": "tuning.jsonl write",
     # What tune tries, and how.
     "tuning.space": "rules runtime.arguments tuning",
     "tuning.problems": "tuning.bundle",
@@ -77,12 +77,12 @@ EXTRA = {
     "resources": "loops toolchain",
     "aot": "cache child resources toolchain",
     "aot_worker": "child descriptors resources toolchain",
-    "wheel": "cache",
+    "wheel": "cache write",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.arguments runtime.table",
     "tune_compile": "pipeline",
     # init is one verb; the cache is made where its warning is printed
-    "cli": "pipeline provenance bench.run bench.output tune_compile tune_measure tune_data hf cache",
+    "cli": "pipeline provenance bench.run bench.output tune_compile tune_measure tune_data hf cache write",
     "__main__": "cli",
 }
 MAX_LINES = 400

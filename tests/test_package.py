@@ -261,10 +261,12 @@ def test_workspace_is_of_published_size_and_belongs(package, tmp_path):
         with pytest.raises(ArgumentError, match=part):
             package.attention(*tensors, **keywords, workspace=scratch)
     other = fake(tmp_path, name="other_kernels")
-    with pytest.raises(
-        ArgumentError, match="workspace is of another package; needed: one that other_kernels"
-    ):
+    refusal = "workspace is of another package, fake_kernels; needed: one that other_kernels.workspace"
+    with pytest.raises(ArgumentError, match=refusal):
         other.attention(*tensors, **keywords, workspace=scratch)
+    other_class = type("Workspace", (), {"owner": package})  # of another package's runtime
+    with pytest.raises(ArgumentError, match=refusal):
+        other.attention(*tensors, **keywords, workspace=other_class())
 
 
 @pytest.mark.parametrize(
@@ -362,6 +364,11 @@ def test_without_a_gpu(package, monkeypatch):
     for call in (package.warmup, package.workspace):
         with pytest.raises(NoBinaryError, match="no CUDA or HIP device.*sm_90"):
             call()
+        with pytest.raises(NoBinaryError, match="no CUDA or HIP device.*sm_90"):
+            call("cuda:0")
+        for device in ("nonsense", 1.5, []):
+            with pytest.raises(ArgumentError, match="(warmup|workspace): device is .*; needed: a torch.device or its name"):
+                call(device)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     package.warmup()
     assert str(package.workspace().device) == "cpu"

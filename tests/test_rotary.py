@@ -82,6 +82,18 @@ WRONG = {
     "over k": lambda: shared("k"),
     "over v": lambda: shared("v"),
     "in place": lambda: ((given := call()) | {"q_out": given["q"]}, ["q_out overlaps q"]),
+    "over a cache": lambda: (
+        call(k_cache=(cache := torch.zeros(16, 4, 2, QK)), q_out=cache.view(-1)[: TOKENS * HEADS * QK].view(TOKENS, HEADS, QK)),
+        ["q_out overlaps k_cache", "both are written"],
+    ),
+    "over cos": lambda: (
+        call(cos=(table := torch.zeros(200, 8)), sin=table.clone(), q_out=table.view(-1)[: TOKENS * HEADS * QK].view(-1, HEADS, QK)),
+        ["q_out overlaps cos", "cos is read while q_out is written"],
+    ),
+    "positions in a cache": lambda: (
+        call(v_cache=(cache := torch.zeros(16, 4, 2, 16)), positions=cache.view(-1).view(torch.int64)[:TOKENS]),
+        ["v_cache overlaps positions"],
+    ),
     "itself": lambda: (
         call(q_out=over(128, QK)),
         ["q_out has strides (128, 32, 1) that overlap", "own address"],

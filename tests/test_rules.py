@@ -32,6 +32,11 @@ ILLEGAL = [
     ({"fields": FEATURES["cross"] | FEATURES["rotary"]}, "attention.0.rotary", NO_POSITION),
     ({"fields": FEATURES["rotary"], "degrees": "[1, 2, 4]"}, "attention.0.rotary", ALIKE),
     (
+        {"fields": FEATURES["rotary"], "degrees": "[1, 2, 4, 8]"},
+        "attention.0.rotary",
+        ALIKE.replace("2 and 4", "2, 4 and 8"),
+    ),
+    (
         {"fields": {"softcap": "1e-4"}},
         "attention.0.softcap",
         "needs a softcap from 0.001 to 1e+06, got 0.0001: kernels apply it in float32",

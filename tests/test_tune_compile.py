@@ -1,6 +1,7 @@
 """The compile stage of `specgen tune`, what becomes of its measurements, and the command line."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -123,13 +124,49 @@ def test_a_damaged_bundle_says_so(tmp_path):
     with pytest.raises(SpecgenError, match="no such file; needs a bundle"):
         find_bundles(tmp_path)
     (tmp_path / FILE).write_text("{")
-    with pytest.raises(SpecgenError, match="trials.json: cannot be read"):
+    with pytest.raises(SpecgenError, match="trials.json:1:2: not valid JSON: .*; make the bundle anew"):
         read_bundle(tmp_path)
     (tmp_path / FILE).write_text('{"format": 1}')
     with pytest.raises(SpecgenError, match="trials.json: damaged"):
         read_bundle(tmp_path)
     (tmp_path / FILE).write_text('{"format": 9}')
     with pytest.raises(SpecgenError, match="format 9, this specgen reads 1"):
+        read_bundle(tmp_path)
+
+
+DAMAGES = [
+    (("workloads",), ["bogus"], "workloads.0: 'bogus'"),
+    (("workloads",), [5], "bundle.workloads: "),
+    (("workloads",), 5, "damaged"),
+    (("query_lens",), "x", "bundle.query_lens: "),
+    (("query_lens",), [], "query_lens: needs rising"),
+    (("package",), "../../x", "package: needs a Python identifier"),
+    (("aligned",), "x", "bundle.aligned: "),
+    (("groups",), [], "groups: needs one"),
+    (("groups",), [5], "damaged"),
+    (("groups", 0, "layer"), "nope", "groups.0.layer: "),
+    (("groups", 0, "layer", "kv_heads"), "x", "groups.0.layer.kv_heads: 'x' is not the geometry's "),
+    (("groups", 0, "layer", "name"), 5, "groups.0.layer.name: needs text"),
+    (("groups", 0, "layer"), {}, "groups.0.layer: has no 'name'"),
+    (("groups", 0, "geometry", "query_heads"), "x", "groups.0.geometry.query_heads: "),
+    (("groups", 0, "geometry", "kv_heads"), 0, "groups.0.geometry: no attention has such sizes"),
+    (("groups", 0, "candidates", 1, "config", "tile_n"), None, "groups.0.candidates.1.config.tile_n: "),
+    (("groups", 0, "candidates", 0, "status"), [], "groups.0.candidates.0.status: "),
+    (("groups", 0, "candidates", 0, "odd"), 1, "groups.0.candidates.0: unknown field 'odd'"),
+    (("spec_sha256",), 5, "bundle.spec_sha256: "),
+    (("odd",), 5, "bundle: unknown field 'odd'"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "said"), DAMAGES, ids=lambda each: str(each)[:40])
+def test_a_damaged_field_of_a_bundle_is_named(made, tmp_path, place, value, said):
+    fields = json.loads((made[2].folder / FILE).read_text())
+    inner = fields
+    for part in place[:-1]:
+        inner = inner[part]
+    inner[place[-1]] = value
+    (tmp_path / FILE).write_text(json.dumps(fields))
+    with pytest.raises(SpecgenError, match=f"trials.json: damaged.*{re.escape(said)}.*; make the bundle anew" if said != "damaged" else said):
         read_bundle(tmp_path)
 
 
@@ -176,12 +213,13 @@ def store(made, tmp_path):
 
 
 def test_stale_lists_what_must_be_measured_again(store, monkeypatch):
-    lines = tune_data.stale(store[0], store[1], store[2])
-    assert len(lines) == 2
+    lines, count = tune_data.stale(store[0], store[1], store[2])
+    assert len(lines) == 2 and count == 4
+    assert all(line.count("decode ") == 1 for line in lines)
     assert any("the kernel source changed (1 measurement)" in line and line.startswith("NVIDIA H200: q1 decode ") for line in lines)
     assert any("compiled by Triton 3.6.0, now " in line for line in lines)
     monkeypatch.setattr(measured, "triton_version", lambda: "9.9.9")
-    lines = tune_data.stale(store[0], store[1], store[2])
+    lines, _ = tune_data.stale(store[0], store[1], store[2])
     assert len(lines) == 3 and any("now 9.9.9 (2 measurements)" in line for line in lines)
 
 
@@ -221,6 +259,9 @@ def test_mistakes_of_the_command_line(made, tmp_path, capsys, monkeypatch):
     assert status == 1 and text == "--target h20: no target of tiny; did you mean 'h200'?\n"
     status, text = run(capsys, spec, "--only", "decoder_*", "--compile-only", "--build-dir", tmp_path)
     assert status == 1 and text == "tiny: no kernel named decoder_* can be tried on sm_90\n"
+    assert run(capsys, spec, "--stale", "--build-dir", tmp_path) == (0, f"no measurements of the geometries of {spec}\n")
+    status, text = run(capsys, spec, "--export", "--build-dir", tmp_path)
+    assert status == 0 and text.startswith("nothing to export: ")
     status, text = run(capsys, spec, "--build-dir", build)
     assert status == 1 and text.startswith("no GPU is visible here; `specgen tune SPEC --compile-only` makes the bundle here")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

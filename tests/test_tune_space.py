@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -186,7 +187,16 @@ def test_mistakes_of_a_trace_are_named_by_line(tmp_path):
     for line, words in zip(lines, ("Expecting value", "seqs.0: needs", "seqs.0: needs", "needs a query row and a key", "count: needs",
                                    "needs max_seq_len 200000, the package has 131072", "needs {", "needs {")):  # fmt: skip
         assert words in line
-    with pytest.raises(SpecError, match="cannot be read"):
+    path.write_text('{"seqs": [[1, 1]], "seqs": [[2, 2]]}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(SpecError) as caught:
+        grid.read_trace(path, LIMITS.model_dump())
+    assert str(caught.value).splitlines() == [
+        f"{path}:1: seqs: duplicate key; keep one of the two",
+        f"{path}:2: not valid JSON: nested too deeply",
+    ]
+    with pytest.raises(SpecError, match="embedded null byte"):
+        grid.read_trace(Path("a\0b"), LIMITS.model_dump())
+    with pytest.raises(SpecError, match="no such file"):
         grid.read_trace(tmp_path / "none.jsonl", LIMITS.model_dump())
     path.write_text("\n")
     with pytest.raises(SpecError, match="holds no batch"):

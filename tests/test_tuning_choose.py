@@ -12,7 +12,7 @@ from measurements import GEOMETRY, H200, SETTING, both, failure, measurement, ro
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 from specgen.target import load_targets
-from specgen.tuning.choose import ALONE_KEYS, choose, replaces
+from specgen.tuning.choose import ALONE_KEYS, ALONE_KEYS_OF_MANY, MANY_SEQS, choose, replaces
 from specgen.tuning.records import Gpu, Schedule
 from specgen.tuning.relatives import identify, nearest
 from specgen.tuning.tree import MAX_LEAVES, boxes, decide
@@ -133,6 +133,8 @@ def test_several_sequences_with_long_caches_are_never_left_to_prefill_alone():
         (8, ALONE_KEYS, alone),
         (8, ALONE_KEYS + 1, both(64, 64)),
         (2, 32768, both(64, 64)),
+        (MANY_SEQS, 513, alone),
+        (MANY_SEQS + 1, ALONE_KEYS_OF_MANY + 1, both(64, 64)),
     ):
         assert decide(choice.tree, Bounds(256, seqs, 256 * seqs, keys)).schedule == schedule, (seqs, keys)
 

@@ -102,8 +102,8 @@ def test_export_and_import(tmp_path):
         text.write_text(text.read_text().replace('"status": "wrong"', '"status": "fast"'))
         with pytest.raises(SpecError, match=r"h200.jsonl:\d+: measurement .*status"):
             b.import_jsonl(text)
-        with pytest.raises(SpecgenError, match="cannot be written"):
-            a.export_jsonl(tmp_path / "absent" / "x.jsonl")
+        with pytest.raises(SpecgenError, match="x.jsonl: cannot be written: File exists"):
+            a.export_jsonl(text / "x.jsonl")
     assert sorted(path.suffix for path in tmp_path.glob("*.jsonl*")) == [".jsonl", ".jsonl"], "no temporary file stays"
 
 
@@ -152,6 +152,61 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(SpecgenError, match="folder: the store of measurements cannot be used: unable to open"):
         Store(tmp_path / "folder")
+
+
+def test_a_full_disk_is_called_by_its_name(tmp_path):
+    with Store(tmp_path / "tune.db") as store:
+        store.add(some()[0])
+        store._db.execute(f"PRAGMA max_page_count = {store._pragma('page_count')}")  # the next page is one too many
+        with pytest.raises(SpecgenError, match="tune.db: the store of measurements cannot be used: database or disk is full"):
+            store.add(*[measurement(DECODE, rows(16 * n), 100.0 + n) for n in range(1, 200)])
+        assert store.measurements() == [some()[0]]
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_a_store_that_cannot_be_written_is_read(tmp_path, monkeypatch, place):
+    path = tmp_path / "odd ?#%20 name" / "tune.db"
+    with Store(path) as store:
+        store.add(*some())
+    closed = path if place == "file" else path.parent
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda where, mode: Path(where) != closed and real(where, mode))
+    before = sorted(path.parent.iterdir())
+    with Store(path) as store:
+        assert len(store.measurements()) == len(some())
+        with pytest.raises(SpecgenError, match="cannot be used: attempt to write a readonly database"):
+            store.add(some()[0])
+    assert sorted(path.parent.iterdir()) == before
+    path.with_name("tune.db-wal").write_text("of a writer")
+    with pytest.raises(SpecgenError, match="tune.db: .* in use; copy it with tune.db-wal to a folder that can be written"):
+        Store(path)
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"samples_us", b"sample\xff_us"), (b"NVIDIA H200", b"NVIDIA \xffH20"),
+                                          (b"CREATE TABLE settings (", b"CREATE TABLE sett\xffngs (")])  # fmt: skip
+def test_text_that_is_not_utf8_is_damage(tmp_path, old, new):
+    path = tmp_path / "tune.db"
+    with Store(path) as store:
+        store.add(*some())
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new[: len(old)]))
+    with pytest.raises(SpecgenError, match="tune.db: a damaged store of measurements .*; move it away and import"):
+        with Store(path) as store:
+            store.measurements()
+
+
+def test_a_name_with_a_nul_is_refused():
+    with pytest.raises(SpecgenError, match=r"a\\x00b: the store of measurements cannot be used: a NUL in its name"):
+        Store("a\0b")
+
+
+@pytest.mark.parametrize("changes", [{"detail": 5}, {"run": None}, {"workload": "\ud800"}, {"seqs": ((1.0, 4096),)}])
+def test_what_could_not_be_read_back_is_not_added(tmp_path, changes):
+    with Store(tmp_path / "tune.db") as store:
+        with pytest.raises(SpecgenError, match="tune.db: a measurement that cannot be kept: "):
+            store.add(some()[0], replace(some()[1], **changes))
+        assert store.measurements() == []
 
 
 WRITER = """

@@ -272,6 +272,18 @@ WRONG = {
         put(out=torch.zeros(1, 8, V).expand(4, 8, V)),
         ["out has strides (0, 16, 1) that overlap"],
     ),
+    "out over q": (
+        lambda given: given.update(q=(x := torch.zeros(4 * 8 * QK)).view(4, 8, QK), out=x[-4 * 8 * V :].view(4, 8, V)),
+        ["out overlaps q", "memory of its own: q is read while out is written"],
+    ),
+    "out over k": (
+        lambda given: given.update(out=given["k"].view(-1)[: 4 * 8 * V].view(4, 8, V)),
+        ["out overlaps k", "memory of its own"],
+    ),
+    "out over v": (
+        lambda given: given.update(out=(x := torch.zeros(999))[-4 * 8 * V :].view(4, 8, V), v=x[: 18 * 2 * V].view(18, 2, V)),
+        ["out overlaps v", "memory of its own"],
+    ),
     "max_seqlen_q": (put(max_seqlen_q=True), ["max_seqlen_q is bool", "host int"]),
     "max_seqlen_k": (put(max_seqlen_k=-1), ["max_seqlen_k is -1", "at least 0"]),
     "return_lse": (put(return_lse=1), ["return_lse is int", "True or False"]),

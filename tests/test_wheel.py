@@ -151,8 +151,8 @@ def test_a_build_that_fails_midway_leaves_the_old_wheel(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(BuildError, match="some_model_kernels.*cannot be written: No space left on device"):
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(SpecgenError, match="some_model_kernels.*cannot be written: No space left on device"):
         write(tmp_path, {"__init__.py": b"new"})
     assert list(tmp_path.iterdir()) == [old] and old.read_bytes() == content
 

@@ -85,6 +85,32 @@ static int have_shapes(const reader_t *r, const dl_tensor *t, int has_out) {
                         out->strides[1] >= r->v_dim && out->strides[0] >= r->query_heads * out->strides[1]);
 }
 
+/* Bytes from the first to the last element; sizes are at least 1. */
+static int64_t extent(const dl_tensor *t) {
+    int64_t elements = 1;
+    int i;
+    for (i = 0; i < t->ndim; i++)
+        elements += (t->shape[i] - 1) * t->strides[i];
+    return elements * (t->dtype.bits / 8);
+}
+
+static int is_in_place(const dl_tensor *out, const dl_tensor *q) {
+    return out->data == q->data && out->shape[2] == q->shape[2] && out->strides[0] == q->strides[0] &&
+           out->strides[1] == q->strides[1];
+}
+
+/* Whether the range of bytes of `out` crosses that of a tensor that is read, but for q itself; memory.py finds out what is shared. */
+static int out_crosses(const dl_tensor *t) {
+    const char *start = t[OUT].data, *stop = start + extent(&t[OUT]);
+    int i;
+    for (i = is_in_place(&t[OUT], &t[Q]) ? K_CACHE : Q; i <= V_CACHE; i++) {
+        const char *other = t[i].data;
+        if (start < other + extent(&t[i]) && other < stop)
+            return 1;
+    }
+    return 0;
+}
+
 /* odd_cache of checks.py; strides of page, slot and head. */
 static int is_odd(const reader_t *r, const int64_t *strides) {
     int64_t page = strides[0], slot = strides[1], head = strides[2];
@@ -146,7 +172,7 @@ static int read_call(const reader_t *r, PyObject *const *args, call_t *call) {
             return 0;
         call->addresses[i] = (int64_t)(intptr_t)t[i].data;
     }
-    if (!have_shapes(r, t, has_out) || !read_sinks(r, args[SINKS], t[Q].device.id, call) || needs_grad(r, args) != 0)
+    if (!have_shapes(r, t, has_out) || (has_out && out_crosses(t)) || !read_sinks(r, args[SINKS], t[Q].device.id, call) || needs_grad(r, args) != 0)
         return 0;
 
     call->strides[0] = t[BLOCK_TABLE].strides[0];

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .geometry import Geometry, Limits
-from .refusals import bad, bad_strides, diagnose, overlaps, refuse_grad, same_device
+from .memory import overlaps
+from .refusals import bad, bad_strides, diagnose, refuse_grad, same_device
 
 CHECKS = ("shapes", "full", "none")
 _INT32 = torch.int32
@@ -214,9 +215,10 @@ def odd_cache(geometry: Geometry, page: int, slot: int, head: int) -> int:
 
 def check_append(
     geometry: Geometry, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> tuple[int, int, int, tuple[int, ...]]:
-    """Check one append_kv call; return (num_tokens, num_slots, stride bits, strides), strides in kernel
-    order (page, slot, head of a cache, whatever its layout).
+) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
+    """Check one append_kv call; return (num_tokens, num_slots, stride bits, strides, sizes): strides in kernel
+    order (page, slot, head of a cache, whatever its layout), sizes in bytes from the first to the last of
+    k, v, k_cache, v_cache and slot_mapping.
     """
     dtype = geometry.dtype
     qk_dim, v_dim = geometry.qk_dim, geometry.v_dim
@@ -288,7 +290,16 @@ def check_append(
         caches = (kc_page, kc_outer, kc_inner, vc_page, vc_outer, vc_inner)
     strides = (k_token, k_head, v_token, v_head, *caches)
     bits = k_token | k_head | v_token | v_head | kc_page | kc_outer | kc_inner | vc_page | vc_outer | vc_inner
-    return tokens, pages * page_size, bits, strides
+    far, near = outer - 1, inner - 1
+    size = dtype.itemsize
+    sizes = (
+        ((tokens - 1) * k_token + (kv_heads - 1) * k_head + qk_dim) * size,
+        ((tokens - 1) * v_token + (kv_heads - 1) * v_head + v_dim) * size,
+        ((pages - 1) * kc_page + far * kc_outer + near * kc_inner + qk_dim) * size,
+        ((pages - 1) * vc_page + far * vc_outer + near * vc_inner + v_dim) * size,
+        tokens * 8,
+    )
+    return tokens, pages * page_size, bits, strides, sizes
 
 
 def check_merge(geometry: Geometry, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

@@ -12,7 +12,6 @@ start method.
 import hashlib
 import importlib
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -21,15 +20,13 @@ from types import ModuleType
 
 import torch
 
-from . import choice, jit, launcher, sizes
+from . import choice, interpret, jit, launcher, sizes
 from .arguments import can_overlap, variant_arguments, variant_call_arguments
 from .driver import CudaDriver, DeviceProperties, HipDriver, open_driver
-from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError
+from .errors import CaptureError, DamagedBinaryError, DriverError, LaunchPathWarning, NoBinaryError, UnsupportedError
 from .tensor_maps import variant_maps
 
 Kernel = Callable[..., None]
-
-_INTERPRETER_MULTIPROCESSORS = 3
 
 
 class Device:
@@ -144,11 +141,17 @@ class Device:
             )
 
     def _import(self, symbol: str, variant: dict) -> ModuleType:
-        """The shipped module of `symbol`."""
-        path = self.package_dir / variant["module"]
+        """The shipped module of `symbol`, which holds the kernel."""
+        path, advice = self.package_dir / variant["module"], f"reinstall {self.manifest['distribution']}"
         if not path.is_file():
-            raise DamagedBinaryError(f"{path} is missing; reinstall {self.manifest['distribution']}")
-        return importlib.import_module(f"..kernels.{symbol}", __package__)
+            raise DamagedBinaryError(f"{path} is missing; {advice}")
+        try:
+            module = importlib.import_module(f"..kernels.{symbol}", __package__)
+        except (SyntaxError, NameError) as error:
+            raise DamagedBinaryError(f"{path} is damaged: {error}; {advice}") from error
+        if not hasattr(module, symbol):
+            raise DamagedBinaryError(f"{path} is damaged: it has no {symbol}; {advice}")
+        return module
 
 
 class _Gpu(Device):
@@ -321,8 +324,8 @@ class JitDevice(_Gpu):
 
 
 class InterpretDevice(Device):
-    """The CPU: kernels run in Triton's interpreter, one program after the other. For tests; right for fp16
-    and fp32 only.
+    """The CPU: kernels run in Triton's interpreter, one program after the other. For tests; interpret.py says what it
+    computes right, the rest is refused.
     """
 
     mode = "interpret"
@@ -331,15 +334,19 @@ class InterpretDevice(Device):
         if os.environ.get("TRITON_INTERPRET") != "1":
             held = ", ".join(choice.archs(manifest))
             raise NoBinaryError(
-                f"the tensors are on the CPU; needed: tensors on a GPU ({manifest['package']} has binaries for {held}), or, "
-                "to test without one, TRITON_INTERPRET=1 set before the process starts"
+                f"the tensors are on the CPU; needed: tensors on a GPU ({manifest['package']} has binaries for {held})"
+                + interpret.hint(manifest)
             )
-        multiprocessors = _interpreter_multiprocessors()
         super().__init__(
-            package_dir, manifest, 0, "CPU", choice.archs(manifest)[0], multiprocessors, "interpreter"
+            package_dir, manifest, 0, "CPU", choice.archs(manifest)[0], interpret.multiprocessors(), "interpreter"
         )
 
     def _load(self, symbol: str, variant: dict) -> Kernel:
+        if reason := interpret.refusal(variant):
+            raise UnsupportedError(
+                f"{symbol}: TRITON_INTERPRET=1 is set, and {reason}, so its results would be wrong; "
+                "needed: tensors on a GPU, or a package of float16 or float32"
+            )
         try:
             function = getattr(self._import(symbol, variant), symbol)
         except ModuleNotFoundError as error:
@@ -348,23 +355,4 @@ class InterpretDevice(Device):
             raise NoBinaryError(
                 f"{symbol} was imported before TRITON_INTERPRET=1 was set; set it before the process starts"
             )
-
-        # The interpreter patches triton.language for the time of a call: one call at a time in the process.
-        # Its own module keeps the lock, as each package has a runtime of its own.
-        interpreter = vars(sys.modules[type(function).__module__])
-        lock = interpreter.setdefault("_specgen_lock", threading.Lock())
-        taken = [variant_call_arguments(variant).index(argument) for argument in variant_arguments(variant)]
-
-        def kernel(grid: int, stream: int, *args) -> None:
-            with lock:
-                function[(grid,)](*(args[i] for i in taken))
-
-        return kernel
-
-
-def _interpreter_multiprocessors() -> int:
-    """SPECGEN_INTERPRET_MULTIPROCESSORS, or 3: few, so that programs take several items each."""
-    text = os.environ.get("SPECGEN_INTERPRET_MULTIPROCESSORS", str(_INTERPRETER_MULTIPROCESSORS))
-    if not text.isdecimal() or int(text) < 1:
-        raise NoBinaryError(f"SPECGEN_INTERPRET_MULTIPROCESSORS: {text!r} came, a positive integer needed")
-    return int(text)
+        return interpret.bind(function, variant)

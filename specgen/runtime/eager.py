@@ -4,7 +4,6 @@ Holds what a package has read and opened: manifest, table, geometries and, per d
 a call does no formatting, no allocation but the output, and reads no device value (checks="full" apart).
 """
 
-import json
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -13,17 +12,19 @@ import torch
 from torch import Tensor
 
 from . import checks as _checks
+from . import memory as _memory
 from . import refusals as _refusals
 from . import rotary as _rotary
 from .errors import ArgumentError
-from .extras import ABSENT, check_extras, check_presence, launch_arguments
+from .extras import ABSENT, NAMES, check_extras, check_presence, launch_arguments
 from .geometry import Geometries, Limits
+from .installed import check_rows, read_manifest
 from .plans import DevicePlans
 from .reading import Reader, readers
 from .table import Table
 from .values import check_values, check_varlen_values
 from .varlen import check_varlen, read_varlen
-from .workspace import Workspace
+from .workspace import Workspace, check_workspace
 
 _NOT_READABLE = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
@@ -39,7 +40,7 @@ class Eager:
     ):  # fmt: skip
         self.name = name
         self.directory = Path(directory)
-        self.manifest = json.loads((self.directory / "manifest.json").read_text(encoding="utf-8"))
+        self.manifest = read_manifest(self.directory, Limits._fields)
         self.version = self.manifest["version"]
         self.limits = Limits(*(self.manifest["limits"][field] for field in Limits._fields))
         self.table = Table(attention_rows, append_rows, merge_rows, varlen_rows, selectors)
@@ -89,7 +90,7 @@ class Eager:
                     check_extras("attention", geometry, extras, q, seqs)
             plans = self._devices.get(index) or self.open(q.device)
         if workspace is not None:
-            self.check_workspace(workspace, q.device, tokens, seqs)
+            check_workspace(workspace, self, q.device, tokens, seqs)
         if return_lse is not False and return_lse is not True:  # a tensor's truth would synchronise
             _refusals.bad("attention", "return_lse", f"is {type(return_lse).__name__}", "True or False")
         if out is None:
@@ -152,7 +153,7 @@ class Eager:
                 kv_heads = near
             geometry = self._by_heads.get((layer, query_heads, kv_heads))
             if geometry is None:
-                raise self.geometries.no_heads("attention", layer, query_heads, "k_cache", kv_heads)
+                raise self.geometries.no_heads("attention", layer, query_heads, "k_cache", kv_heads, k_shape)
             bound = _bound("attention", tokens, max_seqlen_q, max_seqlen_k)
             if checks == "none":
                 read = _checks.read_attention(geometry, q, k_cache, v_cache, block_table, out)
@@ -165,6 +166,12 @@ class Eager:
                 )  # fmt: skip
                 if extras is not None or geometry.extras is not None:
                     check_extras("attention", geometry, extras, q, read[0])
+                if out is not None:
+                    others = {"k_cache": k_cache, "v_cache": v_cache}
+                    if checks == "full":
+                        others |= {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+                        others |= zip(NAMES, extras or ABSENT)
+                    _memory.refuse_out("attention", out, q, others)
                 if checks == "full":
                     check_values(
                         geometry, self.limits, tokens, pages,
@@ -243,6 +250,12 @@ class Eager:
                 )
                 if extras is not None or geometry.extras is not None:
                     check_extras(function, geometry, extras, q, read[0])
+                if out is not None:
+                    others = {"k": k, "v": v}
+                    if checks == "full":
+                        others |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+                        others |= zip(NAMES, extras or ABSENT)
+                    _memory.refuse_out(function, out, q, others)
                 if checks == "full":
                     check_varlen_values(
                         self.limits, tokens, key_tokens,
@@ -264,17 +277,26 @@ class Eager:
             kv_heads = k_cache.shape[1 if self._hnd else 2]
             geometry = self.geometries.by_kv_heads.get((layer, kv_heads))
             if geometry is None:
-                raise self.geometries.no_kv_heads(layer, kv_heads)
-            tokens, num_slots, bits, strides = _checks.check_append(
+                raise self.geometries.no_kv_heads(layer, kv_heads, k_cache.shape)
+            tokens, num_slots, bits, strides, sizes = _checks.check_append(
                 geometry, k, v, k_cache, v_cache, slot_mapping
             )
+            data = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+            tables = {"slot_mapping": slot_mapping}
             if rotary is not None or geometry.rotary_dim is not None:
                 _rotary.check_presence(geometry, rotary)
-                more_bits, more_strides = _rotary.check_rotary(geometry, rotary, k, v, tokens)
+                more_bits, more_strides = _rotary.check_rotary(geometry, rotary, k, tokens)
                 if rotary.q_out is None:
                     rotary = rotary._replace(q_out=rotary.q.new_empty(rotary.q.shape))
+                data |= {"q": rotary.q, "q_out": rotary.q_out}
+                tables |= {"positions": rotary.positions, "cos": rotary.cos, "sin": rotary.sin}
                 bits |= more_bits
                 strides += _rotary.launch_arguments(rotary, more_strides)
+            if tokens and num_slots:
+                found = _refusals.addresses("append_kv", data)
+                starts = [*found, *_refusals.addresses("append_kv", tables)]
+                if rotary is not None or not _memory.clear(starts, sizes, k_cache, v_cache):
+                    _memory.refuse_shared("append_kv", data | tables, ("q_out", "k_cache", "v_cache"))
         except ArgumentError:
             raise
         except _NOT_READABLE:
@@ -286,12 +308,7 @@ class Eager:
         if tokens and rotary is not None and not num_slots:
             _refusals.bad("append_kv", "k_cache", "has no pages", "at least one, layer has rotary embedding")
         if tokens and num_slots:
-            data = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-            if rotary is not None:
-                data |= {"q": rotary.q, "q_out": rotary.q_out}
-            pointers = reduce(or_, _refusals.addresses("append_kv", data))
-            _refusals.addresses("append_kv", {"slot_mapping": slot_mapping})
-            kernel, grid = plans.append(geometry, not (pointers & 15 or bits & geometry.stride_mask))
+            kernel, grid = plans.append(geometry, not (reduce(or_, found) & 15 or bits & geometry.stride_mask))
             stream = plans.current_stream(plans.index)
             kernel(grid, stream, k, v, k_cache, v_cache, slot_mapping, tokens, num_slots, *strides)
         return None if rotary is None else rotary.q_out
@@ -326,6 +343,7 @@ class Eager:
         """The plans of a device, opened at its first use. Raises what Device.open raises."""
         found = self._devices.get(device)
         if found is None:
+            check_rows(self.directory, self.manifest, self.table)
             opened = self._open_device(self.directory, self.manifest, device)
             plans = DevicePlans(opened, device, self.table, self.manifest["variants"], self._own_workspace)
             found = self._devices.setdefault(device, plans)
@@ -333,33 +351,6 @@ class Eager:
                 self._devices[found.index] = found
                 self._readers = self._readers or readers(self.geometries, self.limits, found.current_stream)
         return found
-
-    def check_workspace(self, workspace: object, device: torch.device, tokens: int, seqs: int) -> None:
-        """Raise unless a caller's workspace serves this call."""
-        if not isinstance(workspace, Workspace):
-            _refusals.bad(
-                "attention",
-                "workspace",
-                f"is {type(workspace).__name__}",
-                "what workspace() returns, or None",
-            )
-        if not workspace.belongs_to(self):
-            _refusals.bad(
-                "attention",
-                "workspace",
-                "is of another package",
-                f"one that {self.name}.workspace() returned",
-            )
-        if workspace.device != device:
-            _refusals.bad("attention", "workspace", f"is on {workspace.device}", f"q's device {device}")
-        if tokens > workspace.limits.max_tokens:
-            _refusals.bad(
-                "attention", "workspace", f"was made for max_tokens {workspace.limits.max_tokens}", tokens
-            )
-        if seqs > workspace.limits.max_seqs:
-            _refusals.bad(
-                "attention", "workspace", f"was made for max_seqs {workspace.limits.max_seqs}", seqs
-            )
 
     def _forget_routes(self) -> None:
         for readers_of_layer in self._readers.values():

@@ -87,10 +87,10 @@ class Geometries:
             self.by_out.setdefault((geometry.query_heads, geometry.v_dim), geometry)
 
     def no_heads(
-        self, function: str, layer: object, query_heads: int, keys: str, kv_heads: int
+        self, function: str, layer: object, query_heads: int, keys: str, kv_heads: int, cache_shape=None
     ) -> ArgumentError:
         """Why `attention` or `attention_varlen` has no geometry for these: the layer, or the head counts of q
-        and of the argument `keys`.
+        and of the argument `keys`, a cache of `cache_shape` or none.
         """
         wrong = self._no_layer(function, layer)
         if wrong:
@@ -99,11 +99,11 @@ class Geometries:
         legal = ", ".join(f"{g.query_heads}/{g.kv_heads} (tensor_parallel {g.degree})" for g in have)
         return UnsupportedError(
             f"{function}: q has {query_heads} heads and {keys} {kv_heads} kv heads; "
-            f"needed for layer {have[0].layer!r}: one of query/kv heads {legal}"
+            f"needed for layer {have[0].layer!r}: one of query/kv heads {legal}" + self._layout(cache_shape, have)
         )
 
-    def no_kv_heads(self, layer: object, kv_heads: int) -> ArgumentError:
-        """Why `append_kv` has no geometry for these."""
+    def no_kv_heads(self, layer: object, kv_heads: int, cache_shape) -> ArgumentError:
+        """Why `append_kv` has no geometry for these, of a k_cache of `cache_shape`."""
         wrong = self._no_layer("append_kv", layer)
         if wrong:
             return wrong
@@ -111,6 +111,7 @@ class Geometries:
         legal = ", ".join(dict.fromkeys(str(g.kv_heads) for g in have))
         return UnsupportedError(
             f"append_kv: k_cache has {kv_heads} kv heads; needed for layer {have[0].layer!r}: one of {legal}"
+            + self._layout(cache_shape, have)
         )
 
     def no_out(self, query_heads: int, v_dim: int) -> ArgumentError:
@@ -119,6 +120,14 @@ class Geometries:
         return UnsupportedError(
             f"merge_states: out_a has shape [tokens, {query_heads}, {v_dim}]; needed: one of {legal}"
         )
+
+    def _layout(self, shape, have: list[Geometry]) -> str:
+        """The end of a message about a cache of that shape, if it would fit in the other layout."""
+        other, ours = ("NHD", "[pages, kv_heads, page_size, dim]") if self.hnd else ("HND", "[pages, page_size, kv_heads, dim]")
+        _, *near, dim = shape or (None, None)
+        if tuple(reversed(near)) not in {(g.kv_heads, g.page_size) if self.hnd else (g.page_size, g.kv_heads) for g in have}:
+            return ""
+        return f". k_cache {list(shape)} has layout {other}; this package's is {'HND' if self.hnd else 'NHD'}: {ours}"
 
     def _no_layer(self, function: str, layer: object) -> ArgumentError | None:
         names = ", ".join(map(repr, self.layers))

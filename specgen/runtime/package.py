@@ -16,14 +16,16 @@ from torch.nn import Parameter
 
 from . import describe as _describe
 from . import explain as _explain
+from . import interpret as _interpret
 from . import refusals as _refusals
 from .eager import Eager
 from .errors import CaptureError, NoBinaryError
+from .installed import TABLES, check_rows, read_dispatch
 from .operators import Operators
 from .plans import DevicePlans
 from .rotary import Rotary
 from .table import EVERY, AttentionRow, Table
-from .workspace import Workspace, is_capturing, narrowed
+from .workspace import Workspace, check_workspace, is_capturing, narrowed
 
 _is_compiling = torch.compiler.is_compiling
 _active_modes = torch._C._len_torch_dispatch_stack
@@ -34,6 +36,12 @@ def _open_device(directory: Path, manifest: dict, torch_device: torch.device):
     from .device import Device
 
     return Device.open(directory, manifest, torch_device)
+
+
+def _public(method):
+    """A method whose errors about arguments name it as its callers do: "attention() missing ...", without the class."""
+    method.__qualname__ = method.__name__
+    return method
 
 
 class Package(Eager):
@@ -53,6 +61,13 @@ class Package(Eager):
         )
         self._operators = Operators(self)
 
+    @classmethod
+    def installed(cls, name: str, directory: Path) -> "Package":
+        """The package `name` as it lies in its folder. Raises DamagedBinaryError for a damaged manifest.json or dispatch.py."""
+        dispatch = read_dispatch(name, directory)
+        *rows, selectors = (getattr(dispatch, table) for table in TABLES)
+        return cls(name, directory, *rows, selectors=selectors)
+
     def __reduce__(self):
         """Copies and pickles, of its functions too, are the package of the process that reads them."""
         return _package_of, (self.name,)
@@ -70,6 +85,7 @@ class Package(Eager):
         other._open_device = lambda directory, manifest, torch_device: self.open(torch_device).device
         return other
 
+    @_public
     def attention(
         self, q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None,
         max_seqlen_k=None, layer=None, out=None, return_lse=False, sinks=None, alibi_slopes=None,
@@ -85,8 +101,9 @@ class Package(Eager):
         caller's upper bounds of rows and keys per sequence, for replays too; sequences with more than
         `max_seqlen_q` rows may be left out. `layer` names an attention entry, needed if there are several.
         `out` `[tokens, query_heads, v_dim]` is written and returned, else allocated; rows beyond
-        cu_seqlens_q[-1] are untouched (not initialised in an allocated one). With `return_lse` the result is
-        (out, lse): natural log, float32 `[tokens, query_heads]`. `checks`: "shapes" reads no device value,
+        cu_seqlens_q[-1] are untouched (not initialised in an allocated one). It may be q itself, element for
+        element, and shares no other memory with q and the caches. With `return_lse` the result is (out, lse):
+        natural log, float32 `[tokens, query_heads]`. `checks`: "shapes" reads no device value,
         "full" synchronises and checks values, "none". Unless "full", device values are the caller's duty:
         lengths are clamped to block_table's row, but cu_seqlens_q (rising from 0 to at most tokens) and the
         page ids of visible keys (0 to pages - 1) are used as addresses.
@@ -118,6 +135,7 @@ class Package(Eager):
             out, return_lse, workspace, checks, extras,
         )  # fmt: skip
 
+    @_public
     def attention_varlen(
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, layer=None,
         out=None, return_lse=False, sinks=None, alibi_slopes=None, prefix_ranges=None, checks="shapes",
@@ -147,6 +165,7 @@ class Package(Eager):
             extras,
         )  # fmt: skip
 
+    @_public
     def append_kv(
         self, k, v, k_cache, v_cache, *, slot_mapping, layer=None, k_scale=None, v_scale=None,
         q=None, positions=None, cos=None, sin=None, q_out=None,
@@ -155,12 +174,14 @@ class Package(Eager):
 
         k `[tokens, kv_heads, qk_dim]`, v `[tokens, kv_heads, v_dim]`; caches as in `attention`; slot_mapping
         int64 `[tokens]`, slot = page * page_size + offset; a negative slot is skipped, as is one past the
-        pool. Raises ArgumentError before anything is written, NoBinaryError or CaptureError at the first call
-        on a device.
+        pool. The caches may interleave in one buffer, but share no element with each other, k or v. Raises
+        ArgumentError before anything is written, NoBinaryError or CaptureError at the first call on a device.
+        Compiled by inductor with dynamic shapes, caches that are views of one buffer must be made outside of
+        the compiled function, or shapes be static (dynamic=False): torch 2.13 miscomputes two mutated views.
 
         A layer with rotary embedding rotates the keys on their way, and the queries in the same launch: q
         `[tokens, query_heads, qk_dim]`, positions int64 `[tokens]`, cos and sin float32 `[positions, rotary
-        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out may overlap none of q, k and v.
+        dim / 2]`. Returns the rotated queries, `q_out` or a new tensor; q_out shares memory with no other tensor.
         A position outside the tables is clamped to them.
         """
         rotary = None
@@ -173,24 +194,27 @@ class Package(Eager):
             return self._operators.append_kv(k, v, k_cache, v_cache, slot_mapping, layer, rotary)
         return self.run_append_kv(k, v, k_cache, v_cache, slot_mapping, layer, rotary)
 
+    @_public
     def merge_states(self, out_a, lse_a, out_b, lse_b) -> tuple[Tensor, Tensor]:
         """Merge two attention results over disjoint keys of the same queries; returns new (out, lse).
 
         out_a, out_b `[tokens, query_heads, v_dim]` in the spec's dtype, lse_a, lse_b float32 `[tokens,
-        query_heads]` in natural log; all contiguous. A state that saw no key is (0, -inf). Raises
-        ArgumentError, NoBinaryError or CaptureError.
+        query_heads]` in natural log; all contiguous. A state that saw no key is (0, -inf). lse must be
+        finite or -inf, which is not checked: NaN and +inf give NaN. Raises ArgumentError, NoBinaryError,
+        CaptureError or DriverError.
         """
         if _is_compiling() or _active_modes() or type(out_a) not in _PLAIN:
             _tensor("merge_states", "out_a", out_a)
             return self._operators.merge_states(out_a, lse_a, out_b, lse_b)
         return self.run_merge_states(out_a, lse_a, out_b, lse_b)
 
+    @_public
     def workspace(self, device=None, **limits) -> Workspace:
         """Scratch for `attention` on one device (default: the current one), owned by the caller.
 
         Its size is a constant of package and device, `.nbytes`. `limits` (max_seqs, max_seq_len, max_tokens,
         max_spec_tokens) narrow what a call that uses it may hold; each at most the spec's. Raises
-        ArgumentError, NoBinaryError, CaptureError.
+        ArgumentError, NoBinaryError without a GPU or a fitting binary, DriverError, CaptureError.
         """
         narrow = narrowed(self.limits, limits)
         plans = self._plans(device, "workspace")
@@ -200,18 +224,21 @@ class Package(Eager):
             )
         return Workspace(plans.torch_device, plans.size, narrow, self)
 
+    @_public
     def warmup(self, device=None) -> None:
         """Load every binary on one device (default: the current one) and allocate its workspaces; waits for
         the device.
 
-        After it a first call inside graph capture works. Raises NoBinaryError without a GPU or a fitting
-        binary, DamagedBinaryError for an altered file, CaptureError while a graph is being captured.
+        After it a first call inside graph capture works. Raises ArgumentError for what is no device,
+        NoBinaryError without a GPU or a fitting binary, DriverError where its driver cannot be used,
+        DamagedBinaryError for an altered file, CaptureError while a graph is being captured.
         """
         plans = self._plans(device, "warmup")
         if is_capturing(plans.torch_device):
             raise CaptureError("warmup: a graph is being captured; needed: call warmup() before the capture")
         plans.warm()
 
+    @_public
     def explain(
         self, q, k_cache, v_cache, *, block_table, seq_lens, cu_seqlens_q, max_seqlen_q=None,
         max_seqlen_k=None, layer=None, out=None, return_lse=False, sinks=None, alibi_slopes=None,
@@ -233,7 +260,7 @@ class Package(Eager):
         )  # fmt: skip
         plans, problem = self._plans_or_problem(q.device)
         if workspace is not None:
-            self.check_workspace(workspace, q.device, call[1], call[3])
+            check_workspace(workspace, self, q.device, call[1], call[3])
         data = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | ({} if out is None else {"out": out})
         lengths = None
         if checks == "full":
@@ -241,6 +268,7 @@ class Package(Eager):
         ranged = prefix_ranges is not None
         return _explain.explain(self, plans, problem, call, data, return_lse, max_seqlen_k, lengths, ranged)
 
+    @_public
     def explain_varlen(
         self, q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, layer=None,
         out=None, return_lse=False, sinks=None, alibi_slopes=None, prefix_ranges=None, checks="shapes",
@@ -260,10 +288,12 @@ class Package(Eager):
             self, plans, problem, call, data, return_lse, max_seqlen_k, lengths, ranged
         )
 
+    @_public
     def describe(self) -> str:
         """The package as text: layer groups, limits, targets, variants with sizes and registers, versions.
         Needs no GPU.
         """
+        check_rows(self.directory, self.manifest, self.table)
         return _describe.describe(self.manifest, self.table)
 
     def _traced_attention(
@@ -303,15 +333,23 @@ class Package(Eager):
             elif environ.get("TRITON_INTERPRET") == "1":
                 device = torch.device("cpu")
             else:
-                raise NoBinaryError(
-                    f"{function}: no CUDA or HIP device is available; "
-                    f"needed: a GPU of {', '.join(self.table.archs)} with its driver, "
-                    "or TRITON_INTERPRET=1 for CPU tensors"
-                )
-        device = torch.device(device)
+                raise self._no_gpu(function)
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):  # no name of a device; or an index, and no device has one
+            need = 'a torch.device or its name, such as "cuda:0", of a device that is there, or None'
+            _refusals.bad(function, "device", f"is {device!r}", need)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise self._no_gpu(function)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return self.open(device)
+
+    def _no_gpu(self, function: str) -> NoBinaryError:
+        return NoBinaryError(
+            f"{function}: no CUDA or HIP device is available; "
+            f"needed: a GPU of {', '.join(self.table.archs)} with its driver" + _interpret.hint(self.manifest)
+        )
 
 
 def _package_of(name: str) -> Package:

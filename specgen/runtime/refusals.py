@@ -157,38 +157,3 @@ def refuse_grad(function: str, tensors: dict[str, Tensor]) -> None:
                 "requires grad",
                 "inference: torch.no_grad(), inference_mode() or .detach(), no backward exists",
             )
-
-
-def overlaps(*dims: tuple[int, int]) -> bool:
-    """Whether two indices of (size, stride) dims may share an address; dims that nest in any order do not."""
-    reach = 0
-    for size, stride in sorted(dims, key=lambda dim: dim[1]):
-        if size == 0:
-            return False
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
-
-
-def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors [tokens, ...] of one dtype may share an address. Column ranges of one fused buffer
-    do not; rows that interleave in another way are taken to.
-    """
-    if not a.numel() or not b.numel():
-        return False
-    (a_row, a_all), (b_row, b_all) = _extents(a), _extents(b)
-    offset = (b.data_ptr() - a.data_ptr()) // a.element_size()
-    if offset >= a_all or -offset >= b_all:
-        return False
-    step = a.stride(0)
-    if step == b.stride(0) and a_row + b_row <= step:
-        return offset % step < a_row or offset % step + b_row > step
-    return True
-
-
-def _extents(tensor: Tensor) -> tuple[int, int]:
-    """Elements from the first to the last of one token, and of all, both included."""
-    first, *others = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return sum(others) + 1, first + sum(others) + 1

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .errors import UnsupportedError
 from .geometry import Geometry
-from .refusals import bad, check_tensor, diagnose, overlaps, share_memory
+from .memory import overlaps
+from .refusals import bad, check_tensor, diagnose
 
 
 class Rotary(NamedTuple):
@@ -39,9 +40,9 @@ def check_presence(geometry: Geometry, rotary: Rotary | None) -> None:
 
 
 def check_rotary(
-    geometry: Geometry, rotary: Rotary, k: Tensor, v: Tensor, tokens: int
+    geometry: Geometry, rotary: Rotary, k: Tensor, tokens: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Check the tensors of a rotary layer beside keys and values that are already checked.
+    """Check the tensors of a rotary layer beside keys that are already checked.
 
     Returns (stride bits, strides of q and q_out), those of a missing q_out contiguous.
     """
@@ -64,20 +65,11 @@ def check_rotary(
     if q_out is None:
         strides = (*q.stride()[:2], geometry.query_heads * geometry.qk_dim, geometry.qk_dim)
     else:
-        _check_memory(q_out, {"q": q, "k": k, "v": v})
+        if overlaps(*zip(q_out.shape, q_out.stride())):
+            came = f"has strides {q_out.stride()} that overlap"
+            bad("append_kv", "q_out", came, "every element at its own address")
         strides = (*q.stride()[:2], *q_out.stride()[:2])
     return strides[0] | strides[1] | strides[2] | strides[3], strides
-
-
-def _check_memory(q_out: Tensor, inputs: dict[str, Tensor]) -> None:
-    """Raise where writing q_out would change what is still to be read, or write one address twice."""
-    if overlaps(*zip(q_out.shape, q_out.stride())):
-        came = f"has strides {q_out.stride()} that overlap"
-        bad("append_kv", "q_out", came, "every element at its own address")
-    for name, tensor in inputs.items():
-        if share_memory(q_out, tensor):
-            need = "memory of its own: inputs are read while q_out is written"
-            bad("append_kv", "q_out", f"overlaps {name}", need)
 
 
 def launch_arguments(rotary: Rotary, strides: tuple) -> tuple:

@@ -84,6 +84,11 @@ class AppendRow:
     symbol: str
     reason: str
 
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbol this row launches, as an attention row has them."""
+        return (self.symbol,)
+
 
 @dataclass(frozen=True)
 class MergeRow:
@@ -95,6 +100,11 @@ class MergeRow:
     v_dim: int
     symbol: str
     reason: str
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """The symbol this row launches, as an attention row has them."""
+        return (self.symbol,)
 
 
 @dataclass(frozen=True)

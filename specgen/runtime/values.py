@@ -131,9 +131,15 @@ def _check_extras(function: str, extras: tuple | None, keys: Tensor) -> Tensor |
             came = f"is {ranges[seq, place].tolist()} at [{seq}, {place}]"
             need = f"0 <= start and end <= {int(keys[seq])}, the keys of the sequence (start >= end is empty)"
             bad(function, "prefix_ranges", came, need)
-    for name, values in (("sinks", sinks), ("alibi_slopes", slopes)):
-        if values is not None and (head := _first(values.cpu().isnan())) is not None:
-            bad(function, name, f"is nan at head {head}", "a number")
+    for name, values, need in (
+        ("sinks", sinks, "a finite number, or -inf for no sink: any other makes the head's output NaN"),
+        ("alibi_slopes", slopes, "a finite number: any other makes the head's output NaN"),
+    ):
+        if values is not None:
+            values = values.cpu().float()
+            legal = values.isfinite() | (values.isneginf() if name == "sinks" else False)
+            if (head := _first(~legal)) is not None:
+                bad(function, name, f"is {float(values[head])} at head {head}", need)
     return ranges
 
 

@@ -10,6 +10,7 @@ import torch
 
 from .errors import ArgumentError, CaptureError
 from .geometry import Limits
+from .refusals import bad
 from .sizes import WorkspaceSize
 
 
@@ -49,9 +50,10 @@ class Workspace:
         self.counters.zero_()
         self.tickets.zero_()
 
-    def belongs_to(self, owner: object) -> bool:
-        """Whether the package `owner` made it."""
-        return self._owner is owner
+    @property
+    def owner(self) -> object:
+        """The package that made it."""
+        return self._owner
 
     def __repr__(self) -> str:
         return f"Workspace(device={str(self.device)!r}, nbytes={self.nbytes})"
@@ -107,6 +109,23 @@ def is_capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def check_workspace(workspace: object, package, device: torch.device, tokens: int, seqs: int) -> None:
+    """Raise ArgumentError unless a caller's workspace serves an `attention` call of the package: so many rows of q and
+    sequences, on that device.
+    """
+    owner = getattr(workspace, "owner", None)
+    if owner is not package:
+        came = f"is {type(workspace).__name__}"
+        if type(workspace).__name__ == Workspace.__name__ and owner is not None:  # each package has a class of its own
+            came = f"is of another package, {owner.name}"
+        bad("attention", "workspace", came, f"one that {package.name}.workspace() returned, or None")
+    if workspace.device != device:
+        bad("attention", "workspace", f"is on {workspace.device}", f"q's device {device}")
+    for name, needed in (("max_tokens", tokens), ("max_seqs", seqs)):
+        if needed > (most := getattr(workspace.limits, name)):
+            bad("attention", "workspace", f"was made for {name} {most}", needed)
 
 
 def narrowed(limits: Limits, overrides: dict[str, object]) -> Limits:

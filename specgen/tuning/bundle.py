@@ -7,13 +7,16 @@ Reads and writes trials.json alone. Needs no Triton and no GPU; what is in the p
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
-from specgen.errors import SpecgenError
-from specgen.tuning.records import Launch
+from specgen import json_text
+from specgen.bench.workloads import parse
+from specgen.errors import SpecError, SpecgenError, one_line, shown
+from specgen.tuning.records import Launch, build
 from specgen.variant import Config, Geometry
 
 FILE = "trials.json"
@@ -115,6 +118,8 @@ def to_json(bundle: Bundle) -> bytes:
     return (json.dumps(fields, indent=1) + "\n").encode()
 
 
+# What measuring reads of a layer.
+_LAYER = ("name", "query_heads", "kv_heads", "qk_dim", "v_dim", "scale", "mask", "page_size", "dtype")
 _PLAIN = ("package", "spec", "spec_sha256", "arch", "triton", "ptxas", "aligned", "query_lens")
 
 
@@ -126,13 +131,44 @@ def read_bundle(folder: Path) -> Bundle:
     fields = _read(path)
     try:
         if fields["format"] != FORMAT:
-            raise SpecgenError(f"{path}: format {fields['format']}, this specgen reads {FORMAT}; make the bundle anew")
-        groups = tuple(_group_of(group) for group in fields["groups"])
-        plain = {name: fields[name] for name in _PLAIN}
-        plain["query_lens"] = tuple(plain["query_lens"])
-        return Bundle(folder=folder, groups=groups, workloads=tuple(fields["workloads"]), **plain)
-    except (KeyError, TypeError, ValueError) as error:
-        raise SpecgenError(f"{path}: damaged ({error!r}); make the bundle anew") from error
+            raise SpecgenError(f"{path}: format {shown(fields['format'])}, this specgen reads {FORMAT}; make the bundle anew")
+        del fields["format"]
+        lists = {name: tuple(fields[name]) for name in ("query_lens", "workloads")}
+        groups = tuple(_group_of(group, f"groups.{place}") for place, group in enumerate(fields["groups"]))
+        bundle = build(Bundle, {**fields, **lists, "groups": groups, "folder": folder}, "bundle")
+        for fault in _faults(bundle):
+            raise ValueError(fault)
+        return bundle
+    except KeyError as error:
+        raise SpecgenError(f"{path}: damaged (has no {error}); make the bundle anew") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise SpecgenError(f"{path}: damaged ({one_line(str(error))}); make the bundle anew") from error
+
+
+def _faults(bundle: Bundle) -> Iterator[str]:
+    """What of well-typed fields cannot be."""
+    if not bundle.package.isidentifier():
+        yield f"package: needs a Python identifier, got {bundle.package!r}"
+    if not bundle.groups:
+        yield "groups: needs one at least"
+    if not bundle.query_lens or min(bundle.query_lens) < 1 or sorted({*bundle.query_lens}) != list(bundle.query_lens):
+        yield f"query_lens: needs rising numbers of at least 1, got {bundle.query_lens}"
+    for place, name in enumerate(bundle.workloads):
+        try:
+            parse(name)
+        except SpecgenError as error:
+            yield f"workloads.{place}: {error}"
+    for place, group in enumerate(bundle.groups):
+        heads = group.geometry.query_heads, group.geometry.kv_heads
+        if min(*heads, group.geometry.qk_dim, group.geometry.v_dim, group.geometry.page_size) < 1 or heads[0] % heads[1]:
+            yield f"groups.{place}.geometry: no attention has such sizes"
+        for name, value in group.layer.items():
+            if value != getattr(group.geometry, name, value) and not name.startswith("rotary"):
+                yield f"groups.{place}.layer.{name}: {value!r} is not the geometry's {getattr(group.geometry, name)!r}"
+        if missing := [name for name in _LAYER if name not in group.layer]:
+            yield f"groups.{place}.layer: has no {missing[0]!r}"
+        if not isinstance(group.layer["name"], str):
+            yield f"groups.{place}.layer.name: needs text, got {group.layer['name']!r}"
 
 
 def find_bundles(folder: Path) -> list[Bundle]:
@@ -143,9 +179,12 @@ def find_bundles(folder: Path) -> list[Bundle]:
 
 def _read(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecgenError(f"{path}: cannot be read ({error}); make the bundle anew") from error
+        found = json_text.read(path)
+    except SpecError as error:
+        raise SpecgenError(f"{error}; make the bundle anew") from error
+    if not isinstance(found, dict):
+        raise SpecgenError(f"{path}: damaged (needs a mapping of fields, got {shown(found)}); make the bundle anew")
+    return found
 
 
 def _group_fields(group: Group) -> dict:
@@ -162,12 +201,15 @@ def _candidate_fields(candidate: Candidate) -> dict:
     return {"family": candidate.launch.family, "config": config, **own}
 
 
-def _group_of(fields: dict) -> Group:
-    return Group(Geometry(**fields["geometry"]), fields["layer"], tuple(map(_candidate_of, fields["candidates"])))
+def _group_of(fields: dict, place: str) -> Group:
+    candidates = (_candidate_of(each, f"{place}.candidates.{n}") for n, each in enumerate(fields["candidates"]))
+    geometry = build(Geometry, fields["geometry"], f"{place}.geometry")
+    return build(Group, {**fields, "geometry": geometry, "candidates": tuple(candidates)}, place)
 
 
-def _candidate_of(fields: dict) -> Candidate:
+def _candidate_of(fields: dict, place: str) -> Candidate:
     own = dict(fields)
     config = dict(own.pop("config"))
     config["options"] = tuple(sorted(config["options"].items()))
-    return Candidate(launch=Launch(own.pop("family"), Config(**config)), **own)
+    launch = build(Launch, {"family": own.pop("family"), "config": build(Config, config, f"{place}.config")}, place)
+    return build(Candidate, {**own, "launch": launch}, place)

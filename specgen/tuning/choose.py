@@ -1,14 +1,14 @@
 """Measurements -> the decision tree of one dispatch group, with its evidence and its regret. Pure; imports the parts of tuning.
 
 The range of query lengths is cut where decode's bounds lie, and where decode and prefill share a call also by whether there are
-several sequences and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule
+several or many sequences, and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule
 takes the place of the default only where that makes no measured workload slower beyond noise and one of them faster.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import log
+from math import inf, log
 
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
@@ -24,9 +24,11 @@ from specgen.variant import Geometry
 
 # A workload counts once as it was measured, and this much for calls that give no bound on keys.
 UNBOUNDED_WEIGHT = 0.25
-# Keys above which several sequences are never left to prefill alone. Bounds do not tell whose cache is the longest: if it is that
+# Sequences, and keys above which as many or fewer, and above which more, are never left to prefill alone. Bounds do not tell whose cache is the longest: if it is that
 # of a single row, prefill alone takes several times as long, and decode launched in vain little: docs/tuning.md has the table.
+MANY_SEQS = 32
 ALONE_KEYS = 2048
+ALONE_KEYS_OF_MANY = 512
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
 _WORST_COST = 1.0
@@ -108,7 +110,8 @@ def choose(
     ValueError for defaults that leave a call without a schedule.
     """
     parts = _parts(defaults, limits)
-    own = [m for m in measurements if m.setting.geometry == attention_part(geometry) and m.setting.aligned == aligned]
+    shape = attention_part(geometry)
+    own = [m for m in measurements if m.setting.geometry == shape and m.setting.aligned == aligned]
     relative = nearest(targets[0], {m.setting.gpu for m in own}, known)
     if relative is None or refused:
         reason = f"default: {refused or 'nothing measured for this geometry on this or a related GPU'}"
@@ -199,10 +202,16 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
 
     if part.default.decode is None or part.default.prefill is None:
         return fitted(lambda bounds: True)
+
+    def guarded(least: int, most: float, keys: int) -> Split:
+        """So many sequences: with more keys than that, over schedules that have a decode."""
+        short = fitted(lambda bounds: least <= bounds.seqs <= most and bounds.keys <= keys)
+        long = fitted(lambda bounds: least <= bounds.seqs <= most and bounds.keys > keys, lambda schedule: schedule.decode is not None)
+        return Split("keys", keys, short, long)
+
     one = fitted(lambda bounds: bounds.seqs == 1)
-    short = fitted(lambda bounds: bounds.seqs > 1 and bounds.keys <= ALONE_KEYS)
-    long = fitted(lambda bounds: bounds.seqs > 1 and bounds.keys > ALONE_KEYS, lambda schedule: schedule.decode is not None)
-    return merge(Split("seqs", 1, one, Split("keys", ALONE_KEYS, short, long)), _same)
+    several = Split("seqs", MANY_SEQS, guarded(2, MANY_SEQS, ALONE_KEYS), guarded(MANY_SEQS + 1, inf, ALONE_KEYS_OF_MANY))
+    return merge(Split("seqs", 1, one, several), _same)
 
 
 def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, tolerance, max_leaves) -> object:

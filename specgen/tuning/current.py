@@ -45,7 +45,7 @@ def usable(
         if m.setting.software.triton != triton:
             reasons.append(f"compiled by Triton {m.setting.software.triton or 'unknown'}, now {triton}")
         if m.digests != asked[what]:
-            reasons.append(f"{m.schedule.label}: the kernel source changed")
+            reasons.append("the kernel source changed")
         if reasons:
             stale.append(Stale(m, "; ".join(reasons)))
         else:

@@ -9,6 +9,7 @@ from itertools import product
 from math import isqrt
 from pathlib import Path
 
+from specgen import json_text
 from specgen.bench.workloads import KINDS, Workload, parse, random_workloads, spell
 from specgen.dtypes import DTYPES
 from specgen.errors import Diagnostic, SpecError, shown
@@ -156,21 +157,16 @@ def read_trace(path: Path, limits: Mapping[str, int]) -> list[Workload]:
     JSON Lines, one batch a line: {"seqs": [[query_len, kv_len], ...], "count": 12}; `count`, how often it came, may be
     left out. Equal batches are counted together; each is named after its line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise SpecError([Diagnostic(str(path), None, None, "", f"cannot be read: {reason}")]) from None
     counts: dict[tuple, int] = {}
     names: dict[tuple, str] = {}
     mistakes = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(json_text.read_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            seqs, count = _batch(json.loads(line))
+            seqs, count = _batch(json_text.loads(line))
         except ValueError as error:
-            mistakes.append(Diagnostic(str(path), number, None, "", str(error)))
+            mistakes.append(Diagnostic(str(path), number, *json_text.place_in_line(error), str(error)))
             continue
         workload = Workload(names.setdefault(seqs, f"trace {path.stem} {number}"), seqs)
         if reason := workload.beyond(limits):

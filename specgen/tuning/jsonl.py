@@ -6,12 +6,11 @@ lines; then `measurement` lines, which hold their references. Lines of a kind ar
 more line of a diff. Times are microseconds.
 """
 
-import json
 from collections.abc import Iterable
 from itertools import groupby
 from os import PathLike
-from pathlib import Path
 
+from specgen import json_text
 from specgen.errors import Diagnostic, SpecError, shown
 from specgen.tuning.records import (
     Measurement,
@@ -31,7 +30,7 @@ VERSION = 1
 _HEADER = {"format": "specgen measurements", "version": VERSION}
 MOST_SEQUENCES = 1 << 20  # of a batch: a damaged count must not take all memory
 # What reading a line of another shape raises.
-_DAMAGE = (ValueError, TypeError, AttributeError, LookupError)
+DAMAGE = (ValueError, TypeError, AttributeError, LookupError)
 # A measurement's own fields, in the words of the dataclass; the others are reached through its references.
 _OWN = ("status", "samples_us", "empty_us", "error", "when", "run", "detail")
 
@@ -69,7 +68,7 @@ def loads(text: str, path: str, geometry: Geometry | None = None) -> list[Measur
             name = line.pop(kind)
             try:
                 parts[kind][str(name)] = readers[kind](line)
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 mistakes.append(Diagnostic(path, number, None, f"{kind} {name}", _said(error)))
             if not isinstance(name, str):
                 mistakes.append(Diagnostic(path, number, None, kind, f"needs a name, got {shown(name)}"))
@@ -83,21 +82,23 @@ def loads(text: str, path: str, geometry: Geometry | None = None) -> list[Measur
             continue
         try:
             found.append(_measurement(line, parts))
-        except _DAMAGE as error:
+        except DAMAGE as error:
             mistakes.append(Diagnostic(path, number, None, f"measurement {line['measurement']}", _said(error)))
     if mistakes:
         raise SpecError(mistakes)
     return found
 
 
+def geometries(path: str | PathLike) -> frozenset[Geometry]:
+    """The geometries that a sound file has measurements of, without reading these."""
+    lines = (json_text.loads(line) for line in json_text.read_text(path).splitlines() if '"geometry": {' in line)
+    settings = ({name: value for name, value in line.items() if name != "setting"} for line in lines if "setting" in line)
+    return frozenset(setting_of(fields).geometry for fields in settings)
+
+
 def read(path: str | PathLike, geometry: Geometry | None = None) -> list[Measurement]:
     """The measurements of a file (of one geometry). Raises SpecError if it cannot be read, or with the place of every line that is wrong."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise SpecError([Diagnostic(str(path), None, None, "", f"cannot be read: {reason}")]) from None
-    return loads(text, str(path), geometry)
+    return loads(json_text.read_text(path), str(path), geometry)
 
 
 def unique_by_id(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -128,9 +129,9 @@ def _parsed(text: str, path: str) -> tuple[list[tuple[int, dict]], list[Diagnost
     lines, mistakes = [], []
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            mistakes.append(Diagnostic(path, number, getattr(error, "colno", None), "", f"not JSON: {error}"))
+            value = json_text.loads(line)
+        except json_text.NotJson as error:
+            mistakes.append(Diagnostic(path, number, *json_text.place_in_line(error), str(error)))
             continue
         if isinstance(value, dict):
             lines.append((number, value))

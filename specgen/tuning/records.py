@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as fields_of
+from datetime import datetime
 from functools import cache, cached_property
 from hashlib import sha256
 from math import isfinite
@@ -29,6 +30,8 @@ ROLES = ("decode", "prefill")  # in the order of Schedule.launches
 _NOT_READ = {"rotary_dim": None, "rotary_style": None}
 # By hand: the standard tokenizer takes 90 ms for a kernel, and other versions of Python see other tokens in a string.
 _STRING_OR_COMMENT = re.compile(r"""(?P<quote>\"{3}|'{3}|"|')(?:\\.|.)*?(?P=quote)|#[^\n]*""", re.DOTALL)
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(Z|\+00:00)", re.ASCII)
+_SHARED = ("setting", "seqs", "schedule", "digests")  # fields of a Measurement that stand in lines of their own
 _DIGITS = 8  # of a content's sha256 in a reference
 _RESOLUTION_US = 2  # decimals of a stored time
 
@@ -188,6 +191,8 @@ class Measurement:
             yield "samples_us, empty_us and error: need finite numbers"
         if self.samples_us and min(self.samples_us) <= 0:
             yield f"samples_us: needs times above 0, got {min(self.samples_us)}"
+        if not _is_time(self.when):
+            yield f"when: needs UTC to the second as ISO 8601 writes it, such as 2026-01-31T12:00:00+00:00, got {self.when!r}"
         if self.samples_us and self.time_us <= 0:
             yield f"samples_us: the median {median(self.samples_us)} is not above an empty graph's {self.empty_us}"
 
@@ -228,6 +233,23 @@ class Measurement:
     def id(self) -> str:
         """Twelve hexadecimal digits of the sha256 of key and run: one run has one measurement of a key."""
         return sha256(canonical([*self.key, self.run]).encode()).hexdigest()[:12]
+
+
+def _is_time(when: object) -> bool:
+    if not isinstance(when, str) or not _TIME.fullmatch(when):
+        return False
+    try:
+        datetime.fromisoformat(when)
+    except ValueError:  # the 32nd of January
+        return False
+    return True
+
+
+def checked(m: Measurement) -> Measurement:
+    """`m` as a file or a store gives it back; ValueError says what of it would be refused there."""
+    setting, schedule = setting_of(setting_fields(m.setting)), schedule_of(schedule_fields(m.schedule, m.digests))
+    own = {field.name: getattr(m, field.name) for field in fields_of(m) if field.name not in _SHARED}
+    return measurement_of(own, setting, schedule, m.seqs)
 
 
 def canonical(value: object) -> str:
@@ -275,7 +297,7 @@ def _named(value: Geometry | Config) -> dict:
 def setting_of(fields: Mapping) -> Setting:
     """The Setting of `setting_fields`; ValueError names a field that is unknown, missing or of another type."""
     parts = {"geometry": Geometry, "gpu": Gpu, "software": Software}
-    return _build(Setting, {n: _build(parts[n], value) if n in parts else value for n, value in fields.items()})
+    return build(Setting, {n: build(parts[n], value) if n in parts else value for n, value in fields.items()})
 
 
 def schedule_of(fields: Mapping) -> tuple[Schedule, tuple[str, ...]]:
@@ -287,8 +309,8 @@ def schedule_of(fields: Mapping) -> tuple[Schedule, tuple[str, ...]]:
             family = config.pop("family", None)
             digests.append(config.pop("digest", None))
             config["options"] = tuple(sorted(config.get("options", {}).items()))
-            fields[role] = _build(Launch, {"family": family, "config": _build(Config, config)})
-    return _build(Schedule, fields), tuple(digests)
+            fields[role] = build(Launch, {"family": family, "config": build(Config, config)})
+    return build(Schedule, fields), tuple(digests)
 
 
 def measurement_of(
@@ -296,19 +318,22 @@ def measurement_of(
 ) -> Measurement:
     """A Measurement from its own fields and what it refers to; ValueError says what is wrong with it."""
     fields = {**fields, "samples_us": tuple(fields.get("samples_us", ())), "seqs": tuple(map(tuple, seqs))}
-    return _build(Measurement, {**fields, "setting": setting, "schedule": schedule[0], "digests": schedule[1]})
+    return build(Measurement, {**fields, "setting": setting, "schedule": schedule[0], "digests": schedule[1]})
 
 
-def _build(kind: type, values: Mapping):
-    """`kind(**values)`, with names and types checked: the values come from a file."""
+def build(kind: type, values: Mapping, place: str = ""):
+    """`kind(**values)`, with names and types checked: the values come from a file. ValueError names the field, at `place` in the file."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{place or kind.__name__}: needs a mapping of fields, got {values!r}")
+    place = place or kind.__name__
     known = _adapters(kind)
     for name, value in values.items():
         if name not in known:
-            raise ValueError(f"{kind.__name__}: unknown field {name!r}")
+            raise ValueError(f"{place}: unknown field {name!r}")
         try:
             known[name].validate_python(value, strict=True)
         except ValidationError as error:
-            raise ValueError(f"{kind.__name__}.{name}: {error.errors()[0]['msg']}, got {value!r}") from None
+            raise ValueError(f"{place}.{name}: {error.errors()[0]['msg']}, got {value!r}") from None
     try:
         return kind(**values)
     except TypeError as error:  # a field is missing
@@ -331,7 +356,7 @@ def kernel_digest(source: str) -> str:
     except SyntaxError as error:
         raise ValueError(f"not a Python module: {error}") from None
     lines = _STRING_OR_COMMENT.sub(lambda found: found[0] if found["quote"] else "", source).splitlines()
-    for node in ast.walk(tree):
+    for node in (tree, *tree.body):
         if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node) is not None:
             text = node.body[0]
             lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)

@@ -5,20 +5,21 @@ module keeps everything, the latest of each id.
 """
 
 import contextlib
-import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from specgen.errors import SpecgenError
+from specgen import json_text
+from specgen.errors import SpecgenError, one_line
 from specgen.tuning import jsonl
 from specgen.tuning.records import (
     Measurement,
     attention_part,
     canonical,
+    checked,
     measurement_of,
     schedule_fields,
     schedule_of,
@@ -26,6 +27,7 @@ from specgen.tuning.records import (
     setting_of,
 )
 from specgen.variant import Geometry
+from specgen.write import write_file
 
 VERSION = 1  # of the schema, in PRAGMA user_version
 _APPLICATION = 0x73706763  # "spgc", in PRAGMA application_id
@@ -73,18 +75,18 @@ CREATE INDEX measurements_by_setting ON measurements (setting);
 class Store:
     """The measurements in the file `path`, which is made if it is not there. Use it in a `with` block, from any thread.
 
-    Every method raises SpecgenError, naming the file, if it is damaged, of another version, or cannot be read or written.
+    A file that cannot be written is only read. Every method raises SpecgenError, naming the file, if it is damaged, of another
+    version, or cannot be read or written.
     """
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self._lock = threading.Lock()
         self._parts: dict[tuple[str, str], object] = {}  # of references that were read before
+        if "\0" in str(path):
+            raise SpecgenError(f"{one_line(str(path))}: the store of measurements cannot be used: a NUL in its name")
         with self._translated():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                self.path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
-            )
+            self._db = self._connected()
             try:
                 self._open()
             except BaseException:
@@ -102,10 +104,11 @@ class Store:
         self._db.close()
 
     def add(self, *measurements: Measurement) -> None:
-        """Keeps measurements, all or none, on disk when this returns. Of one id the latest stays, in whatever order they come."""
-        with self._transaction():
-            for m in measurements:
-                self._add(m)
+        """Keeps measurements, all or none, on disk when this returns. Of one id the latest stays, in whatever order they come.
+
+        Refuses, as everything here, what it could not give back.
+        """
+        self._keep(measurements, checked)
 
     def measurements(
         self,
@@ -133,23 +136,37 @@ class Store:
     def export_jsonl(self, path: str | os.PathLike, measurements: Iterable[Measurement] | None = None) -> int:
         """Writes measurements (default: all) as JSON Lines, replacing the file at once; how many there were."""
         chosen = self.measurements() if measurements is None else list(measurements)
-        temporary = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(jsonl.dumps(chosen), encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise SpecgenError(f"{path}: cannot be written: {error.strerror}") from None
+        write_file(Path(path), jsonl.dumps(chosen))
         return len(chosen)
 
     def import_jsonl(self, path: str | os.PathLike) -> int:
         """Adds the measurements of a JSON Lines file, all or none; how many it has. SpecError names each wrong line."""
         found = jsonl.read(path)
-        self.add(*found)
+        self._keep(found, lambda m: m)
         return len(found)
 
+    def _keep(self, measurements: Iterable[Measurement], check: Callable[[Measurement], Measurement]) -> None:
+        with self._transaction():
+            for m in measurements:
+                try:
+                    self._add(check(m))
+                except (ValueError, TypeError) as error:
+                    raise SpecgenError(f"{self.path}: a measurement that cannot be kept: {error}") from error
+
+    def _connected(self) -> sqlite3.Connection:
+        how = {"timeout": _PATIENCE, "isolation_level": None, "check_same_thread": False}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._writable = not self.path.is_file() or all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
+        if self._writable:
+            return sqlite3.connect(self.path, **how)
+        log = self.path.with_name(f"{self.path.name}-wal")
+        if log.is_file() and log.stat().st_size:
+            advice = f"copy it with {log.name} to a folder that can be written"
+            raise SpecgenError(f"{self.path}: the store of measurements cannot be written, nor read as it is in use; {advice}")
+        return sqlite3.connect(f"{self.path.absolute().as_uri()}?immutable=1", uri=True, **how)  # takes no locks, which are files
+
     def _open(self) -> None:
-        with self._transaction():  # of what several processes make at once, each sees nothing or the whole
+        with self._transaction(self._writable):  # of what several processes make at once, each sees nothing or the whole
             if self._pragma("schema_version") == self._pragma("application_id") == self._pragma("user_version") == 0:
                 for statement in _SCHEMA.split(";"):
                     self._db.execute(statement)
@@ -164,6 +181,8 @@ class Store:
         if (health := self._pragma("quick_check")) != "ok":
             raise sqlite3.DatabaseError(health)
         self._db.execute("PRAGMA foreign_keys = ON")
+        if not self._writable:
+            return
         with contextlib.suppress(sqlite3.OperationalError):  # for speed (0.9 ms instead of 2.5 to add one); if the file
             self._db.execute("PRAGMA journal_mode = WAL")  # is in use, SQLite does not wait: a later opener's will do
 
@@ -194,25 +213,26 @@ class Store:
             settings = self._part(setting_of, setting, setting_text)
             schedules = self._part(schedule_of, schedule, schedule_text)
             seqs = self._part(jsonl.sequences, workload, lengths) if workload else ()
-            return measurement_of({"workload": name or "", **json.loads(text)}, settings, schedules, seqs)
-        except (ValueError, TypeError, KeyError) as error:
+            return measurement_of({"workload": name or "", **json_text.loads(text)}, settings, schedules, seqs)
+        except jsonl.DAMAGE as error:
             raise sqlite3.DatabaseError(f"a record that cannot be read: {error}") from None
 
     def _part(self, read, reference: str, text: str):
         key = (read.__name__, reference)
         if key not in self._parts:
-            self._parts[key] = read(json.loads(text))
+            self._parts[key] = read(json_text.loads(text))
         return self._parts[key]
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self, writes: bool = True) -> Iterator[None]:
         with self._translated(), self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             try:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk ends it
+                    self._db.execute("ROLLBACK")
                 raise
 
     @contextlib.contextmanager
@@ -220,10 +240,15 @@ class Store:
         """SQLite's and the file system's errors in the words of this project."""
         try:
             yield
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, UnicodeDecodeError) as error:
+            if "decode" in str(error):  # text that is not UTF-8
+                raise self._damaged(error) from error
             raise SpecgenError(f"{self.path}: the store of measurements cannot be used: {error}") from error
         except sqlite3.DatabaseError as error:
-            advice = "move it away and import the JSON Lines that were exported from it"
-            raise SpecgenError(f"{self.path}: a damaged store of measurements ({error}); {advice}") from error
+            raise self._damaged(error) from error
         except OSError as error:
             raise SpecgenError(f"{self.path}: the store of measurements cannot be used: {error.strerror}") from error
+
+    def _damaged(self, error: Exception) -> SpecgenError:
+        advice = "move it away and import the JSON Lines that were exported from it"
+        return SpecgenError(f"{self.path}: a damaged store of measurements ({one_line(str(error))}); {advice}")

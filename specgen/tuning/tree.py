@@ -12,14 +12,11 @@ from typing import NamedTuple
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 
-MAX_LEAVES = 24
+MAX_LEAVES = 32
 # What one more leaf must save: this much of the mean cost, a log slowdown; 0.001 is 0.1 % of the geometric mean.
 MIN_GAIN = 0.001
-# When a tree has too many leaves, how much dearer they get; from what price on.
-_DEARER = 1.5
-_LEAST_PRICE = 1e-6
 # Bounds of the search, counts and not times so that the same table gives the same tree.
-_MAX_REGIONS = 3000
+_MAX_REGIONS = 6000
 _MAX_CUTS = 16
 
 
@@ -131,25 +128,20 @@ def fit(
 ) -> object:
     """A tree of Leaf objects with a low weighted sum of costs[point][column of the point's leaf].
 
-    Each leaf must save `min_gain` of the sum of weights: the tree with the least cost and price of leaves together is found,
-    at a higher price if it has more than `max_leaves`. The most saving splits are tried first, and when _MAX_REGIONS were
+    Each leaf must save `min_gain` of the sum of weights: the tree with the least cost and price of leaves together is found. Of
+    one with more than `max_leaves` those splits go that save least for each of their leaves ("weakest link": Breiman et al.,
+    Classification and Regression Trees, 1984). The most saving splits are tried first, and when _MAX_REGIONS were
     weighed only those; of a feature with many values _MAX_CUTS are tried. Thresholds fall on the geometric mean between
     neighbouring values, rounded down. Of columns that cost the same the first is taken, of splits that save the same the first
     feature and the lowest threshold. Needs at least one point and one column.
     """
-    search = _Search(points, weights, costs)
-    price = min_gain * sum(weights)
-    tree = search.tree(price)
-    while len(leaves(tree)) > max_leaves:
-        price = _DEARER * max(price, _LEAST_PRICE)
-        tree = search.tree(price)
-    return tree
+    return _Search(points, weights, costs, min_gain * sum(weights)).tree(max_leaves)
 
 
 class _Search:
     """Regions are bit masks over the distinct points; what a region costs as a leaf is worked out once."""
 
-    def __init__(self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]]):
+    def __init__(self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]], price: float):
         self.alike: dict[Bounds, list[int]] = {}
         for i, point in enumerate(points):
             self.alike.setdefault(point, []).append(i)
@@ -159,15 +151,26 @@ class _Search:
         self.cuts = [(feature, mask) for feature in range(len(Bounds._fields)) for mask in self._masks(feature)]
         self._leaves: dict[int, tuple[float, int, float]] = {}
         self._best: dict[int, tuple[float, tuple[int, int] | None]] = {}
-        self._price = 0.0
-        self._last = 0  # regions that may be known before only the first split of each is tried
+        self._price = price  # of a leaf
 
-    def tree(self, price: float) -> object:
-        """The cheapest tree at this price of a leaf."""
-        self._price = price
-        self._last = len(self._leaves) + _MAX_REGIONS
-        self._best.clear()
-        return self._grown((1 << len(self.points)) - 1)
+    def tree(self, max_leaves: int) -> object:
+        """The cheapest tree, pruned to so many leaves."""
+        everything = (1 << len(self.points)) - 1
+        while True:
+            count, _, links = self._pruned(everything)
+            if count <= max_leaves:
+                return self._grown(everything)
+            _, weakest = min(links)
+            self._best[weakest] = self._leaf(weakest)[0], None
+
+    def _pruned(self, region: int) -> tuple[int, float, list[tuple[float, int]]]:
+        """The tree over a region: its leaves, their cost, and what each split saves for every leaf that it has more, with its region."""
+        first, cost = self._cheapest(region)[1], self._leaf(region)[0]
+        if first is None:
+            return 1, cost, []
+        low, high = self._pruned(first[1]), self._pruned(region & ~first[1])
+        count, total = low[0] + high[0], low[1] + high[1]
+        return count, total, [(round((cost - total) / (count - 1), 9), region), *low[2], *high[2]]
 
     def _masks(self, feature: int) -> list[int]:
         """The points at or below each value of a feature but the highest; of many values, evenly chosen ones."""
@@ -177,7 +180,7 @@ class _Search:
         return [sum(1 << i for i, p in enumerate(self.points) if p[feature] <= value) for value in values]
 
     def _members(self, region: int) -> list[int]:
-        return [i for i in range(region.bit_length()) if region >> i & 1]
+        return [i for i, bit in enumerate(f"{region:b}"[::-1]) if bit == "1"]
 
     def _leaf(self, region: int) -> tuple[float, int, float]:
         """(cost as a leaf, its column, cost if each point had its own)."""
@@ -196,9 +199,12 @@ class _Search:
         best, first = cost + self._price, None
         if ideal + 2 * self._price < best:
             for tried, (feature, low) in enumerate(self._divisions(region)):
-                if tried and len(self._leaves) >= self._last:
+                if tried and len(self._leaves) >= _MAX_REGIONS:  # only the first
                     break
-                total = round(self._cheapest(low)[0] + self._cheapest(region & ~low)[0], 9)
+                high = region & ~low
+                if self._leaf(low)[2] + self._leaf(high)[2] + 2 * self._price >= best:
+                    continue  # not with a leaf for each point either
+                total = round(self._cheapest(low)[0] + self._cheapest(high)[0], 9)
                 if total < best:
                     best, first = total, (feature, low)
         self._best[region] = best, first

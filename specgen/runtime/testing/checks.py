@@ -14,7 +14,7 @@ from unittest import SkipTest
 
 import torch
 
-from .. import reference
+from .. import interpret, reference
 from ..device import Device
 from .cases import BATCHES, DECODE_REPLAYS, PREFILL_REPLAYS, TOKEN_COUNTS, Batch, Case, edge_batches, fit
 from .packed import PackedPool
@@ -31,8 +31,8 @@ def skip_reason(case: Case) -> str | None:
         return None
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "no GPU, and TRITON_INTERPRET=1 is not set"
-    if case.dtype == "bfloat16":
-        return "Triton's interpreter multiplies bfloat16 operands of tl.dot as bit patterns"
+    if case.dtype == interpret.WRONG_DTYPE:
+        return interpret.WHY
     return None
 
 

@@ -21,18 +21,9 @@ Without a cache, over contiguous keys and values (encoders, vision, a first pref
 
 from pathlib import Path
 
-from . import dispatch
 from .runtime.package import Package
 
-_package = Package(
-    __name__,
-    Path(__file__).parent,
-    dispatch.ATTENTION_ROWS,
-    dispatch.APPEND_ROWS,
-    dispatch.MERGE_ROWS,
-    dispatch.VARLEN_ROWS,
-    selectors=dispatch.SELECTORS,
-)
+_package = Package.installed(__name__, Path(__file__).parent)
 
 attention = _package.attention
 attention_varlen = _package.attention_varlen
