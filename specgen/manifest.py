@@ -7,11 +7,11 @@ from specgen import __version__
 from specgen.binary import Binary
 from specgen.expand import Dispatch, Expansion
 from specgen.plan import package_name
+from specgen.runtime.installed import FORMAT
 from specgen.spec import AttentionSpec, Spec
 from specgen.target import ARCHS, Target
 from specgen.variant import Variant
 
-FORMAT = 1
 _ABSENT = object()
 
 

@@ -406,7 +406,7 @@ def test_the_command_says_what_is_wrong(monkeypatch, package, capsys, tmp_path):
             ["--report", str(tmp_path / "result.json")],
             "result.json: is no result of `specgen bench`: it lacks device",
         ),
-        (["--report", str(tmp_path / "none.json")], "none.json: No such file or directory"),
+        (["--report", str(tmp_path / "none.json")], "none.json: no such file"),
     ):
         assert cli.main(["bench", *arguments]) == 1, arguments
         assert message in capsys.readouterr().err

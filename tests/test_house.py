@@ -72,7 +72,7 @@ EXTRA = {
     "tuning.choose": "runtime.table tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
     "plan": "expand load runtime.arguments runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
-    "manifest": "expand plan",  # an Expansion is its input; the package's name
+    "manifest": "expand plan runtime.installed",  # an Expansion is its input; the package's name; the format that the package reads
     "descriptors": "loops",
     "resources": "loops toolchain",
     "aot": "cache child resources toolchain",

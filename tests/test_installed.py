@@ -9,9 +9,7 @@ import pytest
 import torch
 from fake_package import build, fake
 
-from specgen import manifest as generator
 from specgen.pipeline import build_sources
-from specgen.runtime import installed
 from specgen.runtime.errors import DamagedBinaryError
 from specgen.runtime.installed import TABLES, read_dispatch
 
@@ -84,10 +82,6 @@ def test_a_damaged_manifest(tmp_path, monkeypatch, case):
         fake(tmp_path)
     found = str(error.value)
     assert found.startswith(f"{path} ") and reason in found and found.endswith("; reinstall fake-kernels")
-
-
-def test_the_format_that_is_written_is_the_one_that_is_read():
-    assert generator.FORMAT == installed.FORMAT
 
 
 def test_a_missing_manifest(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The measure stage of `specgen tune` on bundles of hand-made kernels: what it finds, and what cannot stop it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from fake_bundle import GEOMETRY, launched, make_bundle
 from specgen import tune_measure
 from specgen.errors import SpecgenError
 from specgen.tune_measure import Where, measure
+from specgen.tuning.bundle import read_bundle
 from specgen.tuning.current import Blocklist
 from specgen.tuning.executors import LocalExecutor, open_executor, run_trial
 from specgen.tuning.store import Store
@@ -277,6 +279,15 @@ def test_what_cannot_run_says_why(tmp_path, monkeypatch):
     device.write_text("import os; os._exit(3)\n")
     with pytest.raises(SpecgenError, match="no trial can run on GPU 0: its process ended with status 3"):
         measure([bundle], store, where=Where(gpus=("0",)))
+
+
+@pytest.mark.parametrize(("field", "value"), [("limits", None), ("targets", []), ("targets", 7), ("targets", [{"arch": "sm_80"}])])
+def test_a_damaged_manifest_of_a_bundle_is_named(tmp_path, field, value):
+    bundle = make_bundle(tmp_path / "b", decode=("right_1ms",))
+    path = bundle.folder / bundle.package / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(SpecgenError, match="manifest.json: needs limits and a target of sm_90; make the bundle anew"):
+        measure([read_bundle(bundle.folder)], tmp_path / "m.sqlite")
 
 
 def test_the_measure_stage_imports_no_generator(tmp_path):

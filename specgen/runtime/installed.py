@@ -12,7 +12,7 @@ from typing import NoReturn
 from .errors import DamagedBinaryError
 from .table import Table
 
-FORMAT = 1  # of manifest.json, as the generator writes it
+FORMAT = 1  # of manifest.json
 TABLES = ("ATTENTION_ROWS", "APPEND_ROWS", "MERGE_ROWS", "VARLEN_ROWS", "SELECTORS")
 
 _SIZE = int | None

@@ -70,8 +70,15 @@ class Bundle:
 
     @cached_property
     def manifest(self) -> dict:
-        """The package's manifest."""
-        return _read(self.folder / self.package / "manifest.json")
+        """The package's manifest. SpecgenError if it is damaged."""
+        path = self.folder / self.package / "manifest.json"
+        found = _read(path)
+        try:
+            next(target for target in found["targets"] if target["arch"] == self.arch)
+            dict(**found["limits"])
+        except (LookupError, TypeError, StopIteration):
+            raise SpecgenError(f"{path}: needs limits and a target of {self.arch}; make the bundle anew") from None
+        return found
 
     @cached_property
     def stamp(self) -> str:
