@@ -1,6 +1,7 @@
 """The measurements that decide a spec's dispatch: those that ship with specgen and those beside the spec. Reads only these files."""
 
 from collections.abc import Iterable
+from functools import cache, partial
 from pathlib import Path
 
 from jinja2 import TemplateNotFound
@@ -35,18 +36,23 @@ def measured(loaded: Loaded) -> tuple[list[Measurement], list[Stale]]:
 def current(loaded: Loaded, measurements: Iterable[Measurement]) -> tuple[list[Measurement], list[Stale]]:
     """(usable, stale) of the spec's geometries, by the kernels that are generated now and the Triton that is installed."""
     shapes = geometries(loaded.spec)
+    digest = cache(partial(_digest, loaded))  # schedules share kernels
 
     def digests_now(setting: Setting, schedule: Schedule) -> tuple[str, ...]:
-        return tuple(_digest(loaded, setting, schedule, launch) for launch in schedule.launches)
+        return tuple(digest(_variant(setting, schedule, launch)) for launch in schedule.launches)
 
     own = [m for m in jsonl.unique_by_id(measurements) if m.setting.geometry in shapes]
     return usable(own, triton_version(), digests_now)
 
 
-def _digest(loaded: Loaded, setting: Setting, schedule: Schedule, launch: Launch) -> str:
-    """The digest of a kernel as it would be generated now; "" where no template makes one any more."""
+def _variant(setting: Setting, schedule: Schedule, launch: Launch) -> Variant:
+    """The kernel of one launch of a schedule."""
     rows = schedule.max_query_len if launch.family in ROLES else None
-    variant = Variant(launch.family, setting.geometry, launch.config, setting.aligned, setting.max_seqs, rows)
+    return Variant(launch.family, setting.geometry, launch.config, setting.aligned, setting.max_seqs, rows)
+
+
+def _digest(loaded: Loaded, variant: Variant) -> str:
+    """The digest of a kernel as it would be generated now; "" where no template makes one any more."""
     try:
         return kernel_digest(render(kernel_artifact(variant), loaded).content.decode())
     except (TemplateNotFound, KeyError):  # a family that is gone

@@ -25,8 +25,9 @@ def explain(symbol: str, specs: Sequence[Path] | None = None, build_dir: Path = 
     """Where `symbol` comes from, what it is and which dispatch rows launch it, for every spec that has it.
 
     `specs` None looks in specs/*.yaml below the current directory, or in those that come with specgen, and passes over
-    the specs that cannot be generated. Kernels are those of `specgen list`, which knows what builds in `build_dir` refused. Raises the error of a spec that was named and cannot be generated, and
-    SpecgenError with the nearest symbols if none has this one.
+    the specs that cannot be generated. Kernels are those of `specgen list`, which knows what builds in `build_dir` refused.
+    Raises the error of a spec that was named and cannot be generated, and SpecgenError with the nearest symbols if none has
+    this one.
     """
     paths = list(specs) if specs is not None else _default_specs()
     sections, known, skipped = [], {}, 0

@@ -73,4 +73,3 @@ def _gpu_name(m: Measurement) -> str:
     """The target that a GPU is, or its product name as a word."""
     target = identify(m.setting.gpu, load_targets())
     return target.id if target else re.sub(r"[^a-z0-9]+", "_", m.setting.gpu.name.lower()).strip("_")
-

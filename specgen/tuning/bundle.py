@@ -73,12 +73,15 @@ class Bundle:
         """The package's manifest. SpecgenError if it is damaged."""
         path = self.folder / self.package / "manifest.json"
         found = _read(path)
-        try:
-            next(target for target in found["targets"] if target["arch"] == self.arch)
-            dict(**found["limits"])
-        except (LookupError, TypeError, StopIteration):
-            raise SpecgenError(f"{path}: needs limits and a target of {self.arch}; make the bundle anew") from None
+        if not isinstance(found.get("limits"), dict) or self._target_in(found) is None:
+            raise SpecgenError(f"{path}: needs limits and a target of {self.arch}; make the bundle anew")
         return found
+
+    def _target_in(self, manifest: dict) -> dict | None:
+        try:
+            return next((target for target in manifest["targets"] if target["arch"] == self.arch), None)
+        except (LookupError, TypeError):
+            return None
 
     @cached_property
     def stamp(self) -> str:
@@ -101,7 +104,7 @@ class Bundle:
     @property
     def target(self) -> dict:
         """The manifest's entry of the first GPU of this arch."""
-        return next(target for target in self.manifest["targets"] if target["arch"] == self.arch)
+        return self._target_in(self.manifest)
 
 
 def tuning_folder(build_dir: Path, spec: str) -> Path:
