@@ -15,9 +15,14 @@ LANES = 32
 # What an item costs besides its keys (waiting for its first tile, joining warps, writing), in keys x heads that a program
 # alone on its multiprocessor attends to in that time; of several programs each attends to its part of them.
 ITEM_KEYS = 96
+# What cutting an item costs, beside ITEM_KEYS: keeping the states of its parts, meeting, merging them. Fitted, as that was, to times of
+# 736 batches of up to 30 us on an H200: merging 1.7 to 2.5 us, a second item 1.3 to 1.4 (two programs a multiprocessor or one,
+# heads of 64 or 128) or 2.5 to 3.2 (tiles of 32 rows), 16 keys 0.10 to 0.34.
+MERGE_KEYS = 128
 MIN_SHARE_KEYS = 64  # keys x heads of an item worth a program: fewer cost more in merging than they save
-SHARE_SLACK = 16  # a share may be larger by one in so many to be aligned with items
+SHARE_SLACK = 16  # a share may be larger by one in so many to end where items do
 PLAN_SEQS = 256  # sequences whose lengths one warp reads at once
+MOST_PROGRAMS = 1024  # of a launch on any GPU that may have the family
 LOADER_REGISTERS = 40  # of a thread of the loading warp: so many lengths and what its loop needs
 UNSEEN = "-3.4028234663852886e38"  # the lowest float32
 
@@ -55,8 +60,21 @@ class Shape:
 
     @property
     def item_units(self) -> int:
-        """Units that an item counts for besides its own in the even split."""
-        return -(-ITEM_KEYS // (self.unit * self.heads * self.variant.config.ctas_per_multiprocessor))
+        """Units that an item counts for besides its own."""
+        return self._units(ITEM_KEYS)
+
+    @property
+    def merge_units(self) -> int:
+        """Units that cutting an item counts for."""
+        return self._units(MERGE_KEYS)
+
+    def _units(self, keys: int) -> int:
+        """Units that a program attends to while one alone on its multiprocessor attends to `keys` keys x heads."""
+        return -(-keys // (self.unit * self.heads * self.variant.config.ctas_per_multiprocessor))
+
+    def axis_end(self, units: int) -> int:
+        """What int32 must count to where the items have so many units, their costs among them: the end of the last program's share."""
+        return units + units // SHARE_SLACK + MOST_PROGRAMS * (self.item_units + self.merge_units + 1)
 
     @property
     def min_share(self) -> int:
@@ -144,7 +162,7 @@ class Shape:
             "units_per_tile": c.tile_n // self.unit,
             "item_units": self.item_units,
             "min_share": self.min_share,
-            "aligns_shares": self.variant.tunable("align", 1) == 1,
+            "merge_units": self.merge_units,
             "share_slack": SHARE_SLACK,
             "panel": BOX_COLUMNS,
             "parts": self.parts,

@@ -95,7 +95,8 @@ def work_items(variant: Variant, limits: Limits) -> int:
         row_blocks = -(-variant.max_query_len * g.group // c.block_m)
         heads = g.kv_heads // variant.heads_box
         tiles = -(-limits.max_seq_len // _grain(variant)) + _item_cost(variant)
-        return min(limits.max_seqs, limits.max_tokens) * tiles * row_blocks * heads
+        total = min(limits.max_seqs, limits.max_tokens) * tiles * row_blocks * heads
+        return decode_ws.Shape(variant).axis_end(total) if variant.family == "decode_ws" else total
     if variant.family == "prefill_ws":
         shape = prefill_ws.Shape(variant)
         return (-(-limits.max_tokens // shape.block_tokens) + limits.max_seqs) * shape.head_blocks

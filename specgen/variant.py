@@ -17,10 +17,10 @@ BOX_COLUMNS = 64
 MATRIX_ROWS = sizes.MATRIX_ROWS
 # Extent of a dimension of a tensor map that nothing is beyond: coordinates are made from a block table and are in range.
 UNBOUNDED = (1 << 31) - 1
-# Options that a template reads; the others are the compiler's. decode_ws: whether shares are aligned with items where these are
-# alike (0: no), bytes that L2 fetches for what a copy misses, key/value heads of a program, the percentage of the
-# multiprocessors that a launch takes, keys of a box. prefill_ws: warps that load, whether row blocks are cut along their keys (1: yes).
-TUNABLES = ("align", "fetch", "heads", "loaders", "share", "split", "unit")
+# Options that a template reads; the others are the compiler's. decode_ws: bytes that L2 fetches for what a copy misses,
+# key/value heads of a program, the percentage of the multiprocessors that a launch takes, keys of a box. prefill_ws: warps
+# that load, whether row blocks are cut along their keys (1: yes).
+TUNABLES = ("fetch", "heads", "loaders", "share", "split", "unit")
 DECODE_UNIT = 16
 # What an item of plain decode costs besides its key tiles, in tiles of any size: reading queries, joining, writing.
 ITEM_TILES = 1

@@ -30,7 +30,7 @@ def drawn(rng: random.Random) -> Split:
     kinds = (lambda: 1, lambda: rng.randint(1, 4), lambda: rng.randint(1, 40), lambda: rng.choice((1, 2, 3000)))
     kind = rng.choice(kinds)
     items = (kind(),) * rng.randint(0, 60) if rng.random() < 0.3 else tuple(kind() for _ in range(rng.randint(0, 60)))
-    return Split(items, rng.choice((1, 2, 7, 80, 264)), rng.choice((1, 3, 6)), rng.choice((1, 4)), rng.random() < 0.5)
+    return Split(items, rng.choice((1, 2, 7, 80, 264)), rng.choice((1, 3, 6)), rng.choice((1, 4)), rng.choice((None, 2, 8)))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -54,6 +54,8 @@ def test_what_kernels_and_workspace_count_on(seed):
         groups = -(-programs // MERGE_GROUP)
         assert len(slots) == len(set(slots)) and all(0 <= slot < 2 * (programs + groups) for slot in slots)
         assert len(counters) == len(set(counters)) and all(0 <= each < programs + 2 * groups for each in counters)
+        if split.plan[2] > 1:  # items apart
+            assert max((sum(piece.program == each for piece in pieces) for each in range(programs)), default=0) <= 1
         if split.gap:
             assert split.longest_program(split.cost) <= split.share + split.cost
 
@@ -74,7 +76,9 @@ def by_keys_alone(split: Split) -> int:
         ((126_247,) + (16,) * 16, 523, 245),
         ((16, 16), 16, 4),
         ((17, 17), 10, 5),
-        ((16, 17), 16, 8),
+        ((16, 17), 16, 5),
+        ((942,) * 3, 12, 9),
+        ((70, 40, 16), 16, 8),
     ],
 )
 def test_short_items_do_not_crowd_one_program(lengths, before, after):

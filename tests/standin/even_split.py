@@ -10,6 +10,11 @@ from specgen.runtime.sizes import MERGE_GROUP
 from specgen.variant import Variant
 
 
+def ceil(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 @dataclass(frozen=True)
 class Piece:
     """What one program attends to of one item; `slot`: where it keeps its partial state, None where it has the whole item."""
@@ -22,42 +27,61 @@ class Piece:
 
 @dataclass(frozen=True)
 class Split:
-    """Items of so many units (at least one each), in order, among `programs`; `cost` and `least` as Shape's item_units and
-    min_share; `aligns`: shares may be aligned with items that are alike. A unit of decode is a key tile.
+    """Items of so many units (at least one each), in order, among `programs`; `cost`, `least` and `merging` as Shape's
+    item_units, min_share and merge_units; decode, whose unit is a key tile, has no such ways: `merging` None.
     """
 
     items: tuple[int, ...]
     programs: int
     cost: int
     least: int
-    aligns: bool = True
+    merging: int | None = None
 
     @property
     def alike(self) -> bool:
         return len(set(self.items)) <= 1
 
     @property
+    def plan(self) -> tuple[int, int, int]:
+        """(share, gap, grain): a program's part of the axis; what items are lengthened by, and to a multiple of what."""
+        count, units, longest = len(self.items), sum(self.items), max(self.items, default=1)
+        least, gap = min(longest, self.least), 0 if self.alike else self.cost
+        spread = max(ceil(units + gap * count, self.programs), gap + least)
+        if self.merging is None or not count:
+            return spread, gap, 1
+        slack = spread // SHARE_SLACK if self.alike else 0
+        if (whole := ceil(spread, longest) * longest) <= spread + slack:
+            spread = whole
+        if count > self.programs:
+            return spread, gap, 1
+        apart = ceil(longest, self.programs // count)
+        if count < self.programs:
+            apart = min(apart, ceil(units, self.programs - count))
+        apart = max(apart, least)
+        if apart + self.merging >= longest:
+            apart = longest
+        merges = self.merging if apart < longest else 0
+        if apart + merges <= spread + self.merging + (self.cost if self.alike else 0) + slack:
+            return apart, 0, apart
+        return spread, gap, 1
+
+    @property
+    def share(self) -> int:
+        return self.plan[0]
+
+    @property
     def gap(self) -> int:
-        return 0 if self.alike else self.cost
+        return self.plan[1]
 
     @property
     def starts(self) -> list[int]:
         """Where the units of each item begin on the axis that is cut; then where the axis ends, and a gap more."""
-        starts = [self.gap]
+        _, gap, grain = self.plan
+        starts, end = [], 0
         for units in self.items:
-            starts.append(starts[-1] + units + self.gap)
-        return starts
-
-    @property
-    def share(self) -> int:
-        longest, total = max(self.items, default=1), self.starts[-1] - self.gap
-        share = max(-(-total // self.programs), self.gap + min(longest, self.least))
-        if not (self.aligns and self.alike and self.items):
-            return share
-        parts = longest // share
-        larger = longest // parts if parts else -(-share // longest) * longest
-        aligned = parts * larger == longest or not parts
-        return larger if aligned and larger <= share + share // SHARE_SLACK else share
+            end += ceil(units + gap, grain) * grain
+            starts.append(end - units)
+        return [*starts, end + gap]
 
     def pieces(self) -> list[Piece]:
         """Every program's, in the order in which it attends to them."""
@@ -100,13 +124,12 @@ class Split:
 def split_of(shape: Shape, batch: tuple[tuple[int, int], ...], programs: int) -> Split:
     """How `shape` splits sequences of (query rows, keys)."""
     items = items_of(shape.variant, batch, shape.unit)
-    aligns = shape.variant.tunable("align", 1) == 1
-    return Split(items, programs, shape.item_units, shape.min_share, aligns)
+    return Split(items, programs, shape.item_units, shape.min_share, shape.merge_units)
 
 
 def decode_split(variant: Variant, batch: tuple[tuple[int, int], ...], programs: int) -> Split:
     """How plain decode splits them, where its splits may depend on the whole batch."""
-    return Split(items_of(variant, batch, variant.config.tile_n), programs, variant.item_tiles, 1, aligns=False)
+    return Split(items_of(variant, batch, variant.config.tile_n), programs, variant.item_tiles, 1)
 
 
 def items_of(variant: Variant, batch: tuple[tuple[int, int], ...], unit: int) -> tuple[int, ...]:

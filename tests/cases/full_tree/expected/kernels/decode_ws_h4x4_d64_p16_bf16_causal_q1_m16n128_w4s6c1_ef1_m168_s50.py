@@ -2,9 +2,9 @@
 # Do not edit: change the spec or templates/kernels/decode_ws.py.jinja and run `specgen build`.
 """Paged decode with a loading warp, 4 query heads over 4 key/value heads, head size 64, bfloat16, causal, pages of 16.
 
-Takes every sequence with at most 1 query row(s). The linearised space (sequence, row block, key/value head, unit of 16 keys),
-each item lengthened by what it costs besides its units, is cut into equal shares, one per program, planned from the lengths on
-the device. One warp streams the units of its program's
+Takes every sequence with at most 1 query row(s). The linearised space (sequence, row block, key/value head, unit of 16 keys)
+is cut into equal shares, one per program, planned from the lengths on the device: each item alone where there are programs for
+it, else all together, each lengthened by what it costs besides its units. One warp streams the units of its program's
 share through a ring of tiles in shared memory; the others attend, each to keys of its own in every tile, and join their states once per item.
 An item that spans programs leaves partial states in scratch; the last program to arrive merges them in order, so the result does
 not depend on timing.
@@ -38,7 +38,8 @@ UNIT: gl.constexpr = gl.constexpr(16)  # keys of one box, all of one page: the g
 UNITS_PER_TILE: gl.constexpr = gl.constexpr(8)  # TILE_N / UNIT
 ITEM_UNITS: gl.constexpr = gl.constexpr(6)  # what an item costs besides its units, in units
 MIN_SHARE: gl.constexpr = gl.constexpr(4)  # units of an item worth a program: fewer cost more in merging than they save
-SHARE_SLACK: gl.constexpr = gl.constexpr(16)  # a share may be larger by one in so many to be aligned with items
+MERGE_UNITS: gl.constexpr = gl.constexpr(8)  # what cutting an item costs, in units
+SHARE_SLACK: gl.constexpr = gl.constexpr(16)  # a share may be larger by one in so many to end where items do
 PANEL: gl.constexpr = gl.constexpr(64)  # elements of a head in one box: 128 bytes, the widest swizzle
 HEADS: gl.constexpr = gl.constexpr(1)  # key/value heads that a program attends to at once
 HEAD_GROUPS: gl.constexpr = gl.constexpr(4)  # KV_HEADS / HEADS
@@ -108,6 +109,12 @@ def _quotient(a, b):
 
 
 @gluon.jit
+def _parts(a, b):
+    # That a number has, of at most b each.
+    return _quotient(a + b - 1, b)
+
+
+@gluon.jit
 def _keys(kv_lens, max_pages):
     # Of so many pages that 32 bits do not count their keys, as many as they do.
     table_keys = gl.minimum(max_pages, 0x7FFFFFFF // PAGE_SIZE) * PAGE_SIZE
@@ -129,9 +136,33 @@ def _items(query_len):
 
 
 @gluon.jit
-def _bounds(share, total):
-    start = gl.program_id(0) * share
-    return start, gl.minimum(start + share, total)
+def _share(items, units, longest, shortest):
+    programs = gl.num_programs(0)
+    alike = longest == shortest
+    least = gl.minimum(longest, MIN_SHARE)
+    # Where all items are alike, even shares of their units have about as many items each.
+    gap = gl.where(alike, 0, ITEM_UNITS)
+    spread = gl.maximum(_parts(units + gap * items, programs), gap + least)
+    # Whole items, if that is hardly more, leave nothing to merge.
+    slack = gl.where(alike, spread // SHARE_SLACK, 0)
+    whole = _parts(spread, longest) * longest
+    spread = gl.where(whole <= spread + slack, whole, spread)
+    # Apart, an item of u units is ceil(u / share) shares. Of these there are no more than programs if the longest item has no more
+    # than its even part of the programs; or if the units are divided among all programs but one an item.
+    each = _quotient(programs, gl.maximum(items, 1))
+    apart = _parts(longest, gl.maximum(each, 1))
+    apart = gl.where(items < programs, gl.minimum(apart, _parts(units, gl.maximum(programs - items, 1))), apart)
+    apart = gl.maximum(apart, least)
+    apart = gl.where(apart + MERGE_UNITS < longest, apart, longest)
+    # The program that takes longest: spread, it merges and, what no gap counts where items are alike, has two of them.
+    merges = gl.where(apart < longest, MERGE_UNITS, 0)
+    is_apart = (each > 0) & (apart + merges <= spread + MERGE_UNITS + gl.where(alike, ITEM_UNITS, 0) + slack)
+    return gl.where(is_apart, apart, spread), gl.where(is_apart, 0, gap), gl.where(is_apart, apart, 1)
+
+
+@gluon.jit
+def _length(item_units, gap, grain):
+    return _parts(item_units + gap, grain) * grain
 
 
 @gluon.jit
@@ -153,16 +184,6 @@ def _next_decode(seq, lengths):
 
 
 @gluon.jit
-def _aligned(share, shortest, longest):
-    # Where all items are alike, a share that is a part or a multiple of one, if hardly larger, leaves less to merge.
-    parts = _quotient(longest, share)
-    part = _quotient(longest, gl.maximum(parts, 1))
-    larger = gl.where(parts > 0, part, _quotient(share + longest - 1, longest) * longest)
-    fits = (longest == shortest) & (part * parts == gl.where(parts > 0, longest, 0))
-    return gl.where(fits & (larger <= share + share // SHARE_SLACK), larger, share)
-
-
-@gluon.jit
 def _plan(num_seqs, lengths):
     seq_lens_ptr, cu_seqlens_q_ptr, max_pages = lengths
     # Units per sequence and their running sum, from the lengths alone.
@@ -175,27 +196,23 @@ def _plan(num_seqs, lengths):
     _, _, item_units = _item(query_lens, kv_lens)
     longest = gl.max(gl.where(items > 0, item_units, 1), 0)
     shortest = gl.min(gl.where(items > 0, item_units, 0x7FFFFFFF), 0)
-    # Where all items are alike, even shares of their units have about as many items each, and can be aligned with them.
-    item_cost = gl.where(longest == shortest, 0, ITEM_UNITS)
-    seq_ends = gl.associative_scan((item_cost + item_units) * items, 0, _add)
-    total = gl.max(seq_ends, 0)
-    programs = gl.num_programs(0)
-    # The least share is no more than the longest item: short ones do not meet in one program while others have none.
-    share = gl.maximum(_quotient(total + programs - 1, programs), item_cost + gl.minimum(longest, MIN_SHARE))
-    share = _aligned(share, shortest, longest)
-    start, _ = _bounds(share, total)
+    share, gap, grain = _share(gl.sum(items, 0), gl.sum(item_units * items, 0), longest, shortest)
+    seq_ends = gl.associative_scan(_length(item_units, gap, grain) * items, 0, _add)
+    start = gl.program_id(0) * share
+    end = gl.minimum(start + share, gl.max(seq_ends, 0))
     before = seq_ends <= start
-    return share, total, item_cost, gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, seq_ends, 0), 0)
+    return share, gap, grain, end, gl.sum(before.to(gl.int32), 0), gl.max(gl.where(before, seq_ends, 0), 0)
 
 
 @gluon.jit
-def _tell(message, share, total, item_cost, seq, seq_start):
+def _tell(message, share, gap, grain, end, seq, seq_start):
     words, told = message
     words.index(0).store(gl.full([1], share, gl.int32, IDS))
-    words.index(1).store(gl.full([1], total, gl.int32, IDS))
-    words.index(2).store(gl.full([1], item_cost, gl.int32, IDS))
-    words.index(3).store(gl.full([1], seq, gl.int32, IDS))
-    words.index(4).store(gl.full([1], seq_start, gl.int32, IDS))
+    words.index(1).store(gl.full([1], gap, gl.int32, IDS))
+    words.index(2).store(gl.full([1], grain, gl.int32, IDS))
+    words.index(3).store(gl.full([1], end, gl.int32, IDS))
+    words.index(4).store(gl.full([1], seq, gl.int32, IDS))
+    words.index(5).store(gl.full([1], seq_start, gl.int32, IDS))
     mbarrier.arrive(told.index(0))
 
 
@@ -208,7 +225,7 @@ def _word(words, index):
 def _hear(message):
     words, told = message
     mbarrier.wait(told.index(0), 0)
-    return _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3), _word(words, 4)
+    return _word(words, 0), _word(words, 1), _word(words, 2), _word(words, 3), _word(words, 4), _word(words, 5)
 
 
 @gluon.jit
@@ -225,16 +242,17 @@ def _page_ids(table, seq, first_key, units, kv_len):
 @gluon.jit
 def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
     k_tiles, v_tiles, k_full, v_full, empty = ring
-    share, total, item_cost, seq, seq_start = _plan(num_seqs, lengths)
-    _tell(message, share, total, item_cost, seq, seq_start)
-    start, end = _bounds(share, total)
+    share, gap, grain, end, seq, seq_start = _plan(num_seqs, lengths)
+    _tell(message, share, gap, grain, end, seq, seq_start)
+    start = gl.program_id(0) * share
     if start < end:
         lanes = gl.arange(0, 32, IDS)
         seq, _, query_len, kv_len = _next_decode(seq, lengths)
         _, first_unit, item_units = _item(query_len, kv_len)
         items = _items(query_len)
-        item = _quotient(start - seq_start, item_cost + item_units)
-        item_start = seq_start + item * (item_cost + item_units) + item_cost  # its first unit
+        length = _length(item_units, gap, grain)
+        item = _quotient(start - seq_start, length)
+        item_start = seq_start + (item + 1) * length - item_units  # its first unit
         # A group of units, at most one a lane: within one item and the share.
         unit = gl.maximum(start, item_start)
         item_unit = unit - item_start
@@ -252,7 +270,7 @@ def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
             if item_unit == item_units:
                 item_unit = 0
                 item += 1
-                unit += item_cost
+                unit += gap
                 if (item == items) & (unit < end):
                     item = 0
                     seq, _, query_len, kv_len = _next_decode(seq + 1, lengths)
@@ -487,16 +505,17 @@ def _store_rows(acc, row_max, row_sum, first_row, q_start, query_len, kv_head, o
 def _attend(queries, lengths, ring, message, outputs, scratch):
     """The attending warps of one program: its share of the items, one after another."""
     q_ptr, q_stride_token, q_stride_head = queries
-    share, total, item_cost, seq, seq_start = _hear(message)
-    start, end = _bounds(share, total)
+    share, gap, grain, end, seq, seq_start = _hear(message)
+    start = gl.program_id(0) * share
     tile = 0  # tiles of this program so far: the ring goes on from item to item
     unit = start
     while unit < end:
         # The item that holds this unit: sequence, row block, key/value heads.
         seq, q_start, query_len, kv_len = _next_decode(seq, lengths)
         left, first_unit, item_units = _item(query_len, kv_len)
-        item = _quotient(unit - seq_start, item_cost + item_units)
-        item_start = seq_start + item * (item_cost + item_units) + item_cost  # its first unit
+        length = _length(item_units, gap, grain)
+        item = _quotient(unit - seq_start, length)
+        item_start = seq_start + (item + 1) * length - item_units  # its first unit
         unit = gl.maximum(unit, item_start)
         kv_head = item % HEAD_GROUPS * HEADS  # the first of them
         first_row = item // HEAD_GROUPS * BLOCK_M
@@ -582,10 +601,10 @@ def _attend(queries, lengths, ring, message, outputs, scratch):
                     _store_rows(merged, merged_max, merged_sum, first_row, q_start, query_len, kv_head, outputs)
 
         unit += units
-        if unit == seq_start + _items(query_len) * (item_cost + item_units):
+        if unit == seq_start + _items(query_len) * length:
             seq_start = unit
             seq += 1
-        unit += item_cost
+        unit += gap
 
 
 @gluon.jit
@@ -619,7 +638,7 @@ def decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50(
     v_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
     ring = (k_tiles, v_tiles, k_full, v_full, empty)
-    words = gl.allocate_shared_memory(gl.int32, [5, 1], WORDS)
+    words = gl.allocate_shared_memory(gl.int32, [6, 1], WORDS)
     told = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
