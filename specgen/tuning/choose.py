@@ -31,7 +31,7 @@ ALONE_KEYS = 2048
 ALONE_KEYS_OF_MANY = 512
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
-_WORST_COST = 1.0
+_WORST_COST = 0.2
 _WORSE_THAN_DEFAULT = 1000.0
 # The noise-free logarithm breaks ties between schedules that noise does not tell apart.
 _TIE = 0.01
