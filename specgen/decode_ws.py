@@ -24,7 +24,7 @@ MIN_SHARE_KEYS = 64  # keys x heads of an item worth a program: fewer cost more 
 SHARE_SLACK = 16  # a share may be larger by one in so many to end where items do
 PLAN_SEQS = 256  # sequences whose lengths one warp reads at once
 MOST_PROGRAMS = 1024  # of a launch on any GPU that may have the family
-LOADER_REGISTERS = 40  # of a thread of the loading warp: so many lengths and what its loop needs
+LOADER_REGISTERS = 48  # of a thread of the loading warp: so many lengths and what its loop needs
 UNSEEN = "-3.4028234663852886e38"  # the lowest float32
 
 
@@ -128,6 +128,11 @@ class Shape:
         return max(1, min(sizes.MERGE_GROUP, elements // (self.state_rows * self.variant.block_v)))
 
     @property
+    def row_lines(self) -> int:
+        """Lines of 128 bytes of a query row of one head."""
+        return -(-self.variant.geometry.qk_dim // BOX_COLUMNS)
+
+    @property
     def plans_in_groups(self) -> bool:
         """A batch may have more sequences than one warp reads at once."""
         return self.variant.max_seqs > PLAN_SEQS
@@ -176,6 +181,9 @@ class Shape:
             "join_rows": self.join_rows,
             "partial_rows": self.partial_rows,
             "state_rows": self.state_rows,
+            "line_elements": BOX_COLUMNS,
+            "row_lines": self.row_lines,
+            "query_lines": max(LANES, next_power_of_two(self.state_rows * self.row_lines)),
             "partials_at_once": self.partials_at_once,
             "merge_group": sizes.MERGE_GROUP,
             "row_lanes": self.row_lanes,
