@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
 from ptx_machine import Heap, Machine, TensorMap  # noqa: E402
 
+from specgen import loops
 from specgen.aot import compile_all
 from specgen.binary import CompileJob
 from specgen.prefill_ws import CONSUMER_WARPS, LOADER_WARPS, Shape
@@ -348,6 +349,10 @@ def test_binaries_keep_to_their_budgets(name):
     assert "UTMALDG.2D" in code, "a cache whose heads fill their tiles is a matrix"
     assert ("UTMALDG.4D" in code) == (variant.block_qk > variant.geometry.qk_dim), "another is not"
     assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 4, "matrix products are not serialised"
+    steps = loops.sass_lines(code)
+    moves = max(sum("R2UR" in steps[i] for i in loop) for loop in loops.main_loops(loops.parse_sass(code)))
+    wide = max(variant.block_qk, variant.block_v) > 128
+    assert moves <= (12 if wide else 4), "numbers of the main loops are in uniform registers"
 
 
 @pytest.mark.parametrize(
