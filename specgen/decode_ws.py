@@ -159,6 +159,7 @@ class Shape:
         return {
             "total_warps": c.num_warps + 4,
             "vector_plan": not self.plans_in_groups,
+            "beside_prefill": c.shares,
             "plans_in_groups": self.plans_in_groups,
             "block_seqs": self.plan_seqs,
             "seqs_per_lane": self.plan_seqs // LANES,

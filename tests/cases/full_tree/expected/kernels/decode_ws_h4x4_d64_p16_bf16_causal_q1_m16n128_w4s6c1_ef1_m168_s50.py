@@ -230,6 +230,19 @@ def _plan(num_seqs, lengths):
 
 
 @gluon.jit
+def _anything(num_seqs, lengths):
+    cu_seqlens_q_ptr = lengths[1]
+    seqs = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    found = seqs * 0
+    for first in range(0, num_seqs, 32):
+        live = first + seqs < num_seqs
+        starts = gl.load(cu_seqlens_q_ptr + first + seqs, mask=live, other=0)
+        ends = gl.load(cu_seqlens_q_ptr + first + seqs + 1, mask=live, other=0)
+        found = gl.maximum(found, _items(ends - starts))
+    return gl.max(found, 0) > 0
+
+
+@gluon.jit
 def _tell(message, share, gap, grain, end, seq, seq_start):
     words, told = message
     words.index(0).store(gl.full([1], share, gl.int32, IDS))
@@ -656,6 +669,10 @@ def decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50(
     out_stride_head,
 ):
     _let_next_begin()
+    # Beside a prefill there may be nothing to decode: then the multiprocessors are left at once. The plan reads the same bytes again,
+    # near by then.
+    if not _anything(num_seqs, (seq_lens_ptr, cu_seqlens_q_ptr, max_pages)):
+        return
     _prefetch_maps()
     k_tiles = gl.allocate_shared_memory(k_map.dtype, [NUM_STAGES, HEADS * TILE_N, BLOCK_QK], TILE)
     v_tiles = gl.allocate_shared_memory(v_map.dtype, [NUM_STAGES, HEADS * TILE_N, BLOCK_V], TILE)
