@@ -135,6 +135,10 @@ def build(tmp_path, name="fake_kernels", layers=("global",), arch=ARCH, features
             | features
             for layer in layers
         ],
+        "dispatch": [
+            {"arch": arch, "layer": layer, "tensor_parallel": 1, "aligned": True, "measured_on": None, "regret": {}}
+            for layer in layers
+        ],
     }
     directory = tmp_path / name
     directory.mkdir(exist_ok=True)

@@ -126,6 +126,20 @@ def test_a_report_of_fewer_rounds(result):
     assert "torch 2.11.0; 20 rounds. Measured" in report.markdown(result)
 
 
+def test_the_regret_of_measured_trees(result):
+    assert "## Regret" not in report.markdown(result | {"regret": {}})
+    held_out = {"workloads": 39, "unmeasured": 1, "geometric_mean": 1.0229, "worst": 1.1864, "worst_workload": "dec b7 k500"}
+    default = {"workloads": 900, "unmeasured": 0, "geometric_mean": 1.25, "worst": 8.5, "worst_workload": "pre b1 16"}
+    tree = {"layer": "global", "arch": "sm_90", "measured_on": "h200", "held_out": held_out, "default": default}
+    lines = report.markdown(result | {"regret": {"my_kernels": [tree]}}).splitlines()
+    place = lines.index("## Regret")
+    assert [line for line in lines[place:] if line.startswith("| my_kernels")] == [
+        "| my_kernels, global, sm_90 | h200 | the tree's choice, on batches left out of its fit | 39 (1 more without a time) | 1.023 "
+        "| 1.186 (dec b7 k500) |",
+        "| my_kernels, global, sm_90 | h200 | the untuned choice, on those | 900 | 1.250 | 8.500 (pre b1 16) |",
+    ]
+
+
 def test_a_report_of_nothing(result):
     text = report.markdown(result | {"rows": [], "skipped": {}, "peers": {}})
     assert text.splitlines()[0] == "# Attention on Fake GPU" and "##" not in text

@@ -168,6 +168,10 @@ def measured(monkeypatch, lines=None, **options):
 def test_kernels_track(monkeypatch, package, tmp_path):
     package()
     package("other_kernels")
+    file = tmp_path / "fake_kernels" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["dispatch"][0] |= {"measured_on": "h200", "regret": {"held_out": {"workloads": 40}}}
+    file.write_text(json.dumps(manifest))
     lines = []
     rows = ("dec b2 k9", "mixed pre b1 20 + dec b2 k33", "dec b9 k4")
     result = measured(
@@ -184,6 +188,8 @@ def test_kernels_track(monkeypatch, package, tmp_path):
     )
     assert result["read_GBs"] == pytest.approx(4294.97, rel=1e-4) and result["empty_us"] == 2
     assert result["peers"]["specgen"]["title"] == "fake_kernels" and result["track"] == "kernels"
+    tree = {"layer": manifest["layers"][0]["name"], "arch": "sm_90", "measured_on": "h200", "held_out": {"workloads": 40}}
+    assert result["regret"] == {"fake_kernels": [tree]}
     assert result["peers"]["fa3"] == {
         "title": "FlashAttention-3",
         "reason": "flash_attn_interface is not installed",

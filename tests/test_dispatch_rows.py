@@ -368,8 +368,9 @@ def test_counts_that_pass_int32_are_refused():
     assert f"{tiles} key tiles of {decode.config.tile_n}" in reason(decode, **many)
     assert "max_seqs 4096" in reason(decode, **many)
     warps = next(v for v in variants if v.family == "decode_ws" and v.max_query_len == 1)
-    units = 4096 * ((1 << 24) // warps.keys_box + decode_ws.Shape(warps).item_units) * 128 // warps.heads_box
-    assert f"{units} key tiles of {warps.keys_box}" in reason(warps, **many)
+    shape = decode_ws.Shape(warps)
+    units = 4096 * ((1 << 24) // warps.keys_box + shape.item_units) * 128 // warps.heads_box
+    assert f"{shape.axis_end(units)} key tiles of {warps.keys_box}" in reason(warps, **many)
     # Sequences that have a query row are no more than the tokens.
     assert reason(decode, **(many | {"max_tokens": 64})) is None
     steep = replace(prefill, geometry=replace(prefill.geometry, query_heads=1 << 20, kv_heads=1 << 14))

@@ -126,6 +126,15 @@ class Package(Peer):
         """The package's, with the digest of its spec."""
         return f"{self.manifest['version']} (spec {self.manifest['spec']['sha256'][:12]})"
 
+    @property
+    def regret(self) -> list[dict]:
+        """Of the manifest's dispatch trees those that measurements made: whose they are, and the slowdowns."""
+        return [
+            {name: tree[name] for name in ("layer", "arch", "measured_on")} | tree["regret"]
+            for tree in self.manifest["dispatch"]
+            if tree["regret"]
+        ]
+
     def make(self, batch: Batch, way: str = "") -> Run:
         """The call, after the package's warm-up; what its limits exclude is Unavailable."""
         if beyond := batch.workload.beyond(self.manifest["limits"]):

@@ -8,6 +8,11 @@ from specgen.bench.results import REST, SUBJECT, contenders, ratio
 from specgen.errors import SpecgenError
 
 KINDS = {"decode": ("dec", "spec"), "prefill": ("pre", "chunk", "mixed")}
+_SETS = {
+    "held_out": "the tree's choice, on batches left out of its fit",
+    "training": "the tree's choice, on those of its fit",
+    "default": "the untuned choice, on those",
+}
 _NEEDED = ("device", "software", "peers", "command", "track", "rows")
 
 
@@ -30,7 +35,7 @@ def markdown(result: Mapping) -> str:
     if result["rows"]:
         lines += ["", "## Against each", "", *_ratios(result)]
         lines += ["", "## Contenders", "", *_contenders(result)]
-    lines += _host(result) + _missing(result)
+    lines += _host(result) + _regret(result) + _missing(result)
     return "\n".join(lines) + "\n"
 
 
@@ -152,6 +157,24 @@ def _host(result: Mapping) -> list[str]:
         for row in rows
     ]
     return ["", "## Host time of one call, us", "", *_table(["workload", *names], body)]
+
+
+def _regret(result: Mapping) -> list[str]:
+    def cells(package: str, tree: Mapping, name: str) -> Iterable[str]:
+        found = tree[name]
+        unmeasured = f" ({found['unmeasured']} more without a time)" if found["unmeasured"] else ""
+        yield from (f"{package}, {tree['layer']}, {tree['arch']}", tree["measured_on"], _SETS[name])
+        yield f"{found['workloads']}{unmeasured}"
+        yield f"{found['geometric_mean']:.3f}"
+        yield f"{found['worst']:.3f} ({found['worst_workload']})"
+
+    trees = [(package, tree) for package, found in result.get("regret", {}).items() for tree in found]
+    if not trees:
+        return []
+    text = "Times over those of each batch's best schedule, as measured when the dispatch trees were made:"
+    head = ["tree", "measured on", "what is launched", "batches", "geometric mean", "worst"]
+    body = [cells(package, tree, name) for package, tree in trees for name in _SETS if name in tree]
+    return ["", "## Regret", "", text, "", *_table(head, body, words=3)]
 
 
 def _missing(result: Mapping) -> list[str]:

@@ -171,6 +171,7 @@ def _head(plan: Plan, groups: list[Group], peers: list[Peer], reasons: Mapping[s
             facts["title"] += f", {peer.title}"
             facts["version"] += f", {peer.version}"
     known |= {name: {"title": PEERS[name].title, "reason": reason} for name, reason in reasons.items()}
+    packages = {package.title: package for each in groups for package in each.packages}
     layers = {}
     if plan.track == "end-to-end":
         layers["layers"] = plan.layers
@@ -179,6 +180,7 @@ def _head(plan: Plan, groups: list[Group], peers: list[Peer], reasons: Mapping[s
         "device": gpu(),
         "software": software(),
         "peers": known,
+        "regret": {name: trees for name, package in packages.items() if (trees := package.regret)},
         "command": plan.command,
         "track": plan.track,
         **layers,
