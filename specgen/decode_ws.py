@@ -14,9 +14,10 @@ MATRIX_KEYS = 16  # keys of a matrix instruction
 LANES = 32
 # What an item costs besides its keys (waiting for its first tile, joining warps, writing), in bytes of keys and values that a
 # program alone on its multiprocessor reads in that time; of several programs each reads its part of them. On an H200, where that is
-# 32 KB/us, an item of one tile takes 1.7 to 2.4 us, of 32 rows 3.1, whatever the head size. Counted too low, one program is given all
-# short sequences of a batch: sequences of 32475, 7 and 3 keys took 76 us, the first alone 41.
-ITEM_BYTES = 80 * 1024
+# 32 KB/us, an item of one tile takes 1.7 to 2.4 us, of 32 rows 3.1 to 3.8, whatever the head size. Counted too low, one program is
+# given all short sequences of a batch: sequences of 32475, 7 and 3 keys took 76 us, the first alone 41.
+ITEM_BYTES = 48 * 1024
+ROWS_BYTES = 32 * 1024  # for each MATRIX_ROWS rows of its tile
 # What cutting an item costs beside that: keeping the states of its parts, meeting, merging them; in keys x heads that a program
 # alone attends to. Fitted to times of 736 batches of up to 30 us on an H200: merging 1.7 to 2.5 us, 16 keys 0.10 to 0.34.
 MERGE_KEYS = 128
@@ -63,7 +64,7 @@ class Shape:
     def item_units(self) -> int:
         """Units that an item counts for besides its own."""
         g = self.variant.geometry
-        return self._units(ITEM_BYTES // ((g.qk_dim + g.v_dim) * g.itemsize))
+        return self._units((ITEM_BYTES + ROWS_BYTES * self.row_warps) // ((g.qk_dim + g.v_dim) * g.itemsize))
 
     @property
     def merge_units(self) -> int:

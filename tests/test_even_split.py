@@ -117,7 +117,8 @@ def test_the_cost_of_an_item_in_units(heads, unit, programs, units):
     assert Shape(replace(SHAPE.variant, config=config, geometry=geometry)).item_units == units
 
 
-@pytest.mark.parametrize(("size", "units"), [(64, 10), (128, 5), (256, 3)])
-def test_an_item_costs_the_same_time_for_all_head_sizes(size, units):
+@pytest.mark.parametrize(("size", "rows", "units"), [(64, 16, 10), (128, 16, 5), (256, 16, 3), (64, 32, 14), (128, 32, 7)])
+def test_an_item_costs_the_same_time_for_all_head_sizes(size, rows, units):
     geometry = replace(SHAPE.variant.geometry, qk_dim=size, v_dim=size)
-    assert Shape(replace(SHAPE.variant, geometry=geometry)).item_units == units
+    config = replace(CONFIG, block_m=rows, num_warps=rows // 4)
+    assert Shape(replace(SHAPE.variant, geometry=geometry, config=config)).item_units == units
