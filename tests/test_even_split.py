@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
 from even_split import Split, decode_split, split_of  # noqa: E402
 
-from specgen.decode_ws import Shape
+from specgen.decode_ws import MOST_PROGRAMS, Shape
 from specgen.runtime.sizes import MERGE_GROUP
 from specgen.variant import Config, Geometry, Variant
 
@@ -58,6 +58,22 @@ def test_what_kernels_and_workspace_count_on(seed):
             assert max((sum(piece.program == each for piece in pieces) for each in range(programs)), default=0) <= 1
         if split.gap:
             assert split.longest_program(split.cost) <= split.share + split.cost
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_last_share_ends_where_int32_still_counts(seed):
+    """Of any batch: rules.py refuses limits of which Shape.axis_end is beyond int32."""
+    rng = random.Random(seed)
+    for _ in range(50):
+        programs = rng.choice((1, 7, 132, 264, MOST_PROGRAMS))
+        config = replace(CONFIG, ctas_per_multiprocessor=rng.choice((1, 2)))
+        shape = Shape(replace(SHAPE.variant, config=config))
+        longest = rng.choice((16, 600, 70_000))
+        alike = (1, rng.randint(1, longest)) if rng.random() < 0.3 else None
+        batch = tuple(alike or (1, rng.randint(1, longest)) for _ in range(rng.randint(1, 60)))
+        split = split_of(shape, batch, programs)
+        end = -(-(split.starts[-1] - split.gap) // split.share) * split.share
+        assert end <= shape.axis_end(sum(split.items) + shape.item_units * len(split.items))
 
 
 def by_keys_alone(split: Split) -> int:

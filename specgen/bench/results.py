@@ -1,8 +1,9 @@
 """What a run leaves: one JSON document, a row for each workload. Pure: turns samples into JSON values.
 
 Top level: device, software, peers (name -> title and version, or the reason why it is not here), regret
-(package -> its dispatch trees that were measured: layer, arch, measured_on, and by set of batches what the manifest says), command, track, rounds, seed, read_GBs, copy_GBs, matmul_TFLOPs, empty_us (the whole run's), rows, skipped (row ->
-reason). A row: workload, geometry (in words), rounds, bytes, operations, floor_us, and by contender: times_us
+(package -> its dispatch trees that were measured: layer, arch, measured_on, and what the manifest says of each
+set of batches), command, track, rounds, seed, read_GBs, copy_GBs, matmul_TFLOPs, empty_us (the whole run's),
+rows, skipped (row -> reason). A row: workload, geometry (in words), rounds, bytes, operations, floor_us, and by contender: times_us
 (medians), spread_us ([p10, p90]), host_us, error (relative L2 to float64), ways (where a contender was
 measured in several: the best is in times_us), notes (why it is missing). Times are as measured: an empty
 graph's replay, empty_us, is in them.

@@ -172,7 +172,8 @@ static int read_call(const reader_t *r, PyObject *const *args, call_t *call) {
             return 0;
         call->addresses[i] = (int64_t)(intptr_t)t[i].data;
     }
-    if (!have_shapes(r, t, has_out) || (has_out && out_crosses(t)) || !read_sinks(r, args[SINKS], t[Q].device.id, call) || needs_grad(r, args) != 0)
+    if (!have_shapes(r, t, has_out) || (has_out && out_crosses(t)) || !read_sinks(r, args[SINKS], t[Q].device.id, call) ||
+        needs_grad(r, args) != 0)
         return 0;
 
     call->strides[0] = t[BLOCK_TABLE].strides[0];

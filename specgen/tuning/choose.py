@@ -24,8 +24,9 @@ from specgen.variant import Geometry
 
 # A workload counts once as it was measured, and this much for calls that give no bound on keys.
 UNBOUNDED_WEIGHT = 0.25
-# Sequences, and keys above which as many or fewer, and above which more, are never left to prefill alone. Bounds do not tell whose cache is the longest: if it is that
-# of a single row, prefill alone takes several times as long, and decode launched in vain little: docs/tuning.md has the table.
+# Sequences, and keys above which as many or fewer, and above which more, are never left to prefill alone. Bounds do not tell
+# whose cache is the longest: if it is that of a single row, prefill alone takes several times as long, and decode launched in
+# vain little: docs/tuning.md has the table.
 MANY_SEQS = 32
 ALONE_KEYS = 2048
 ALONE_KEYS_OF_MANY = 512

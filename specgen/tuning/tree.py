@@ -13,7 +13,7 @@ from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 
 MAX_LEAVES = 32
-# What one more leaf must save: this much of the mean cost, a log slowdown; 0.001 is 0.1 % of the geometric mean.
+# What one more leaf must save: this much of the mean cost, a log slowdown; 0.0005 is 0.05 % of the geometric mean.
 MIN_GAIN = 0.0005
 # Bounds of the search, counts and not times so that the same table gives the same tree.
 _MAX_REGIONS = 6000
