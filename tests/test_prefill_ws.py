@@ -349,10 +349,13 @@ def test_binaries_keep_to_their_budgets(name):
     assert "UTMALDG.2D" in code, "a cache whose heads fill their tiles is a matrix"
     assert ("UTMALDG.4D" in code) == (variant.block_qk > variant.geometry.qk_dim), "another is not"
     assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 4, "matrix products are not serialised"
-    steps = loops.sass_lines(code)
-    moves = max(sum("R2UR" in steps[i] for i in loop) for loop in loops.main_loops(loops.parse_sass(code)))
+    steps, parsed = loops.sass_lines(code), loops.parse_sass(code)
+    moves = max(sum("R2UR" in steps[i] for i in loop) for loop in loops.main_loops(parsed))
     wide = max(variant.block_qk, variant.block_v) > 128
     assert moves <= (12 if wide else 4), "numbers of the main loops are in uniform registers"
+    # What a loop over the threads of a warp looks like: a copy, and a jump to a few instructions before it.
+    before = {i: {step.label for step in parsed[i - 8 : i]} for i, line in enumerate(steps) if "UTMALDG" in line}
+    assert not any(step.target in labels for i, labels in before.items() for step in parsed[i + 1 : i + 4]), "copies stand alone"
 
 
 @pytest.mark.parametrize(
