@@ -12,18 +12,20 @@ HEADS = (1, 4, 8)  # key/value heads of a program that there may be
 MATRIX_ROWS = 16  # query rows of a matrix instruction
 MATRIX_KEYS = 16  # keys of a matrix instruction
 LANES = 32
-# What an item costs besides its keys (waiting for its first tile, joining warps, writing), in keys x heads that a program
-# alone on its multiprocessor attends to in that time; of several programs each attends to its part of them.
-ITEM_KEYS = 96
-# What cutting an item costs, beside ITEM_KEYS: keeping the states of its parts, meeting, merging them. Fitted, as that was, to times of
-# 736 batches of up to 30 us on an H200: merging 1.7 to 2.5 us, a second item 1.3 to 1.4 (two programs a multiprocessor or one,
-# heads of 64 or 128) or 2.5 to 3.2 (tiles of 32 rows), 16 keys 0.10 to 0.34.
+# What an item costs besides its keys (waiting for its first tile, joining warps, writing), in bytes of keys and values that a
+# program alone on its multiprocessor reads in that time; of several programs each reads its part of them. On an H200, where that is
+# 32 KB/us, an item of one tile takes 1.7 to 2.4 us, of 32 rows 3.1 to 3.8, whatever the head size. Counted too low, one program is
+# given all short sequences of a batch: sequences of 32475, 7 and 3 keys took 76 us, the first alone 41.
+ITEM_BYTES = 48 * 1024
+ROWS_BYTES = 32 * 1024  # for each MATRIX_ROWS rows of its tile
+# What cutting an item costs beside that: keeping the states of its parts, meeting, merging them; in keys x heads that a program
+# alone attends to. Fitted to times of 736 batches of up to 30 us on an H200: merging 1.7 to 2.5 us, 16 keys 0.10 to 0.34.
 MERGE_KEYS = 128
 MIN_SHARE_KEYS = 64  # keys x heads of an item worth a program: fewer cost more in merging than they save
 SHARE_SLACK = 16  # a share may be larger by one in so many to end where items do
 PLAN_SEQS = 256  # sequences whose lengths one warp reads at once
 MOST_PROGRAMS = 1024  # of a launch on any GPU that may have the family
-LOADER_REGISTERS = 40  # of a thread of the loading warp: so many lengths and what its loop needs
+LOADER_REGISTERS = 48  # of a thread of the loading warp: so many lengths and what its loop needs
 UNSEEN = "-3.4028234663852886e38"  # the lowest float32
 
 
@@ -61,7 +63,8 @@ class Shape:
     @property
     def item_units(self) -> int:
         """Units that an item counts for besides its own."""
-        return self._units(ITEM_KEYS)
+        g = self.variant.geometry
+        return self._units((ITEM_BYTES + ROWS_BYTES * self.row_warps) // ((g.qk_dim + g.v_dim) * g.itemsize))
 
     @property
     def merge_units(self) -> int:
@@ -126,6 +129,11 @@ class Shape:
         return max(1, min(sizes.MERGE_GROUP, elements // (self.state_rows * self.variant.block_v)))
 
     @property
+    def row_lines(self) -> int:
+        """Lines of 128 bytes of a query row of one head."""
+        return -(-self.variant.geometry.qk_dim // BOX_COLUMNS)
+
+    @property
     def plans_in_groups(self) -> bool:
         """A batch may have more sequences than one warp reads at once."""
         return self.variant.max_seqs > PLAN_SEQS
@@ -152,6 +160,7 @@ class Shape:
         return {
             "total_warps": c.num_warps + 4,
             "vector_plan": not self.plans_in_groups,
+            "beside_prefill": c.shares,
             "plans_in_groups": self.plans_in_groups,
             "block_seqs": self.plan_seqs,
             "seqs_per_lane": self.plan_seqs // LANES,
@@ -174,6 +183,9 @@ class Shape:
             "join_rows": self.join_rows,
             "partial_rows": self.partial_rows,
             "state_rows": self.state_rows,
+            "line_elements": BOX_COLUMNS,
+            "row_lines": self.row_lines,
+            "query_lines": max(LANES, next_power_of_two(self.state_rows * self.row_lines)),
             "partials_at_once": self.partials_at_once,
             "merge_group": sizes.MERGE_GROUP,
             "row_lanes": self.row_lanes,

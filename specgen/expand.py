@@ -18,6 +18,8 @@ from specgen.variant import GLUON_FAMILIES, Geometry, Variant
 
 # Alignment guards of the families beside paged attention: the runtime copies misaligned states instead of merging them slowly.
 _GUARDS = {"varlen": (True, False), "append_kv": (True, False), "merge_states": (True,)}
+# Query rows per sequence up to which a prefill without measurements cuts keys: of more, uncut blocks of 128 rows are the faster ones.
+SHORT_ROWS = 512
 # The origin of a configuration that measurements chose; which ones, the rows that launch it say.
 _MEASURED = "measured; the dispatch rows cite the measurements"
 
@@ -138,11 +140,11 @@ def decode_query_lens(spec: Spec) -> tuple[int, ...]:
 
 def _defaults(spec: Spec) -> list[tuple[int, list[tuple[str, int]]]]:
     """(bound on query rows per sequence, [(role, max_query_len)]): what a call within the bound launches untuned."""
-    lengths = decode_query_lens(spec)
+    lengths, most = decode_query_lens(spec), spec.limits.max_tokens
     found = [(length, [("decode", length)]) for length in lengths]
-    if lengths[-1] < spec.limits.max_tokens:  # else decode takes every sequence there can be
-        found.append((spec.limits.max_tokens, [("decode", lengths[-1]), ("prefill", lengths[-1])]))
-    return found
+    # Where lengths[-1] is `most` decode takes every sequence there can be.
+    longer = sorted({bound for bound in (min(SHORT_ROWS, most), most) if bound > lengths[-1]})
+    return found + [(bound, [("decode", lengths[-1]), ("prefill", lengths[-1])]) for bound in longer]
 
 
 def expand(
@@ -207,9 +209,11 @@ class _Site:
             variants: dict[str, Variant] = {}
             for role, rows in reversed(launches):
                 beside = "prefill" in variants and can_overlap(variants["prefill"].arguments)
-                variants[role] = self.untuned(role, aligned, rows, beside)
+                variants[role] = self.untuned(role, aligned, rows, beside, bound <= SHORT_ROWS)
             chosen = {role: Launch(variant.family, variant.config) for role, variant in variants.items()}
             schedule = Schedule(chosen.get("decode"), chosen.get("prefill"), launches[0][1])
+            if defaults and defaults[-1][1] == schedule:  # short rows are nothing apart here
+                defaults.pop()
             defaults.append((bound, schedule))
         choice = choose(
             measurements,
@@ -256,14 +260,14 @@ class _Site:
                 found.append((target, reason))
         return found
 
-    def untuned(self, role: str, aligned: bool, max_query_len: int, beside: bool) -> Variant:
+    def untuned(self, role: str, aligned: bool, max_query_len: int, beside: bool, short: bool) -> Variant:
         """What takes a role without measurements: the family written for this architecture, where it can, else the plain one;
-        `beside`: a prefill can run beside it.
+        `beside`: a prefill can run beside it; `short`: sequences have at most SHORT_ROWS query rows.
 
         The trees of the geometries measured on an H200 (tuning/data) take the latter for a few small batches alone.
         """
         for family in (family for family in GLUON_FAMILIES if ROLES[family] == role):
-            variant, _ = self._first(family, aligned, max_query_len, beside)
+            variant, _ = self._first(family, aligned, max_query_len, beside, short)
             if variant:
                 return variant
         return self.variant(role, aligned, max_query_len)
@@ -282,15 +286,15 @@ class _Site:
         raise BuildError("\n".join([f"{self.owner}: no {family} configuration fits {self.targets[0].arch}:", *lines]))
 
     def _first(
-        self, family: str, aligned: bool, max_query_len: int | None, beside: bool = False
+        self, family: str, aligned: bool, max_query_len: int | None, beside: bool = False, short: bool = False
     ) -> tuple[Variant | None, list[Rejection]]:
         """The first configuration that every GPU here can hold, None if there is none, and the refusals of those before it.
 
-        Those that leave multiprocessors to others are for a decode that a prefill runs `beside`.
+        Those that leave multiprocessors to others are for a decode that a prefill runs `beside`, those that cut keys for `short` rows.
         """
         refused = []
         configs = candidates(family, self.shape, self.targets[0], aligned, max_query_len)
-        for config in (config for config in configs if beside or not config.shares):
+        for config in (config for config in configs if (beside or not config.shares) and (short or not config.cuts)):
             variant = Variant(family, self.shape, config, aligned, self.spec.limits.max_seqs, max_query_len)
             reasons = [Rejection(variant.symbol, target.id, reason) for target, reason in self.refusals(variant)]
             self.rejections.update(dict.fromkeys(reasons))

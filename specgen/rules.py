@@ -182,6 +182,7 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
         (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
         (shape.loaders in prefill_ws.LOADERS, f"needs {_either(prefill_ws.LOADERS)} loaders, not {shape.loaders}"),
         (shape.consumers == 1 or not variant.cuts_keys, f"cuts keys for one consumer, of {MATRIX_ROWS} rows: two leave no registers to merge parts"),
+        (variant.block_v <= 128 or not variant.cuts_keys, f"cuts keys of heads of up to 128 elements: {g.v_dim} leave no registers to merge parts"),
         (not (g.batch_invariant and variant.cuts_keys), "cuts keys by what else is in the batch, which batch_invariant excludes"),
         *_copies_and_registers(variant),
         (

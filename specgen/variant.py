@@ -107,6 +107,11 @@ class Config:
         """Whether a launch leaves multiprocessors to a prefill beside it."""
         return "share" in dict(self.options)
 
+    @property
+    def cuts(self) -> bool:
+        """Whether row blocks of many keys are cut into parts, as many as the batch leaves programs without work."""
+        return dict(self.options).get("split", 0) == 1
+
 
 @dataclass(frozen=True, order=True)
 class Variant:
@@ -210,8 +215,8 @@ class Variant:
 
     @property
     def cuts_keys(self) -> bool:
-        """Whether row blocks of many keys are cut into parts, as many as the batch leaves programs without work."""
-        return self.family == "prefill_ws" and self.tunable("split", 0) == 1
+        """Whether it is a prefill that cuts row blocks along their keys."""
+        return self.family == "prefill_ws" and self.config.cuts
 
     @property
     def query_box(self) -> tuple[int, int]:

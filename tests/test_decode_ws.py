@@ -34,6 +34,7 @@ torch.set_num_threads(1)  # tensors are small
 NAN = float("nan")
 GEOMETRY = Geometry(8, 2, 128, 128, "bfloat16", 16, 128**-0.5, "causal")
 NARROW = Config(16, 64, 4, 2, 2, (("maxnreg", 128),))
+BESIDE = replace(NARROW, ctas_per_multiprocessor=1, options=(("maxnreg", 128), ("share", 50)))
 WIDE = Config(32, 64, 8, 3, 1, (("maxnreg", 128),))
 
 
@@ -92,6 +93,7 @@ RUNS = {
     "speculative": Run({}, max_query_len=4),
     "speculative_row_blocks": Run({"query_heads": 20, "kv_heads": 1}, max_query_len=3, programs=9),
     "speculative_32_rows": Run({}, WIDE, max_query_len=8),
+    "beside_prefill": Run({}, BESIDE, max_query_len=4),
     "page_64": Run({"page_size": 64}, boxes_of(64)),
     "page_256_hnd": Run({"page_size": 256}, boxes_of(32), layout="HND"),
     "page_2048": Run({"page_size": 2048}),
@@ -230,6 +232,13 @@ def test_lengths_are_clamped_to_the_block_table():
 
 def test_a_launch_over_nothing():
     check(Run({}), Batch("nothing", ((0, 3), (0, 0))))
+
+
+@pytest.mark.parametrize("max_seqs", [32, 300])
+def test_a_launch_beside_a_prefill_alone(max_seqs):
+    run = Run({}, BESIDE, max_query_len=4, max_seqs=max_seqs)
+    check(run, Batch("prefill", ((9, 40), (0, 3), (5, 0))))
+    check(run, Batch("last", ((9, 40), *((0, 3),) * 20, (1, 30))))
 
 
 @pytest.mark.parametrize("programs", [3, pytest.param(12, marks=slow), pytest.param(90, marks=slow)])

@@ -89,12 +89,12 @@ def by_keys_alone(split: Split) -> int:
 @pytest.mark.parametrize(
     ("lengths", "before", "after"),
     [
-        ((126_247,) + (16,) * 16, 523, 245),
-        ((16, 16), 16, 4),
-        ((17, 17), 10, 5),
-        ((16, 17), 16, 5),
-        ((942,) * 3, 12, 9),
-        ((70, 40, 16), 16, 8),
+        ((126_247,) + (16,) * 16, 781, 248),
+        ((16, 16), 24, 6),
+        ((17, 17), 14, 7),
+        ((16, 17), 24, 7),
+        ((942,) * 3, 16, 11),
+        ((70, 40, 16), 24, 10),
     ],
 )
 def test_short_items_do_not_crowd_one_program(lengths, before, after):
@@ -125,9 +125,16 @@ def test_decode_keeps_to_the_model():
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize(("heads", "unit", "programs", "units"), [(1, 16, 2, 3), (1, 16, 1, 6), (1, 64, 2, 1), (4, 16, 2, 1)])
+@pytest.mark.parametrize(("heads", "unit", "programs", "units"), [(1, 16, 2, 5), (1, 16, 1, 10), (1, 64, 2, 2), (4, 16, 2, 2)])
 def test_the_cost_of_an_item_in_units(heads, unit, programs, units):
     options = (("heads", heads), ("unit", unit))
     config = replace(CONFIG, ctas_per_multiprocessor=programs, options=options)
     geometry = replace(SHAPE.variant.geometry, page_size=64)
     assert Shape(replace(SHAPE.variant, config=config, geometry=geometry)).item_units == units
+
+
+@pytest.mark.parametrize(("size", "rows", "units"), [(64, 16, 10), (128, 16, 5), (256, 16, 3), (64, 32, 14), (128, 32, 7)])
+def test_an_item_costs_the_same_time_for_all_head_sizes(size, rows, units):
+    geometry = replace(SHAPE.variant.geometry, qk_dim=size, v_dim=size)
+    config = replace(CONFIG, block_m=rows, num_warps=rows // 4)
+    assert Shape(replace(SHAPE.variant, geometry=geometry, config=config)).item_units == units

@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
 from ptx_machine import Heap, Machine, TensorMap  # noqa: E402
 
+from specgen import loops
 from specgen.aot import compile_all
 from specgen.binary import CompileJob
 from specgen.prefill_ws import CONSUMER_WARPS, LOADER_WARPS, Shape
@@ -70,12 +71,12 @@ class Run:
 
 
 def preferred(geometry: Geometry, max_query_len: int = 8, **config) -> Variant:
-    """The first legal specialization, but for what `config` says."""
+    """The first legal specialization for many query rows, but for what `config` says."""
     found = [
         Variant("prefill_ws", geometry, config, True, 256, max_query_len)
         for config in candidates("prefill_ws", geometry, H200, True, max_query_len)
     ]
-    first = next(variant for variant in found if why_not(variant, H200, LIMITS) is None)
+    first = next(variant for variant in found if not variant.cuts_keys and why_not(variant, H200, LIMITS) is None)
     variant = replace(first, config=replace(first.config, **config))
     assert why_not(variant, H200, LIMITS) is None
     return variant
@@ -348,6 +349,13 @@ def test_binaries_keep_to_their_budgets(name):
     assert "UTMALDG.2D" in code, "a cache whose heads fill their tiles is a matrix"
     assert ("UTMALDG.4D" in code) == (variant.block_qk > variant.geometry.qk_dim), "another is not"
     assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 4, "matrix products are not serialised"
+    steps, parsed = loops.sass_lines(code), loops.parse_sass(code)
+    moves = max(sum("R2UR" in steps[i] for i in loop) for loop in loops.main_loops(parsed))
+    wide = max(variant.block_qk, variant.block_v) > 128
+    assert moves <= (12 if wide else 4), "numbers of the main loops are in uniform registers"
+    # What a loop over the threads of a warp looks like: a copy, and a jump to a few instructions before it.
+    before = {i: {step.label for step in parsed[i - 8 : i]} for i, line in enumerate(steps) if "UTMALDG" in line}
+    assert not any(step.target in labels for i, labels in before.items() for step in parsed[i + 1 : i + 4]), "copies stand alone"
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from measurements import GEOMETRY, H200, SETTING, both, failure, measurement, ro
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 from specgen.target import load_targets
-from specgen.tuning.choose import ALONE_KEYS, ALONE_KEYS_OF_MANY, MANY_SEQS, choose, replaces
-from specgen.tuning.records import Gpu, Schedule
+from specgen.tuning.choose import ALONE_KEYS, ALONE_KEYS_OF_MANY, ALONE_KEYS_SPREAD, MANY_SEQS, choose, replaces
+from specgen.tuning.records import Gpu, Launch, Schedule
 from specgen.tuning.relatives import identify, nearest
 from specgen.tuning.tree import MAX_LEAVES, boxes, decide
+from specgen.variant import Config
 
 TARGETS = load_targets()
 LIMITS = Limits(max_seqs=64, max_seq_len=32768, max_tokens=4096, max_spec_tokens=8)
@@ -137,6 +138,20 @@ def test_several_sequences_with_long_caches_are_never_left_to_prefill_alone():
         (MANY_SEQS + 1, ALONE_KEYS_OF_MANY + 1, both(64, 64)),
     ):
         assert decide(choice.tree, Bounds(256, seqs, 256 * seqs, keys)).schedule == schedule, (seqs, keys)
+
+
+@pytest.mark.parametrize(("query_heads", "served"), [(4, True), (6, False)])
+def test_long_caches_may_be_left_to_a_prefill_that_cuts_them_and_reads_them_once(query_heads, served):
+    """Six heads share a key/value head: row blocks of two heads would read the cache three times."""
+    cuts = Launch("prefill_ws", Config(64, 64, 4, 2, 2, (("maxnreg", 128), ("split", 1))))
+    alone = Schedule(None, cuts, 0)
+    geometry = replace(GEOMETRY, query_heads=query_heads, kv_heads=1)
+    found = decode_times({both(64, 64): lambda s, k: 100.0, alone: lambda s, k: 90.0}, query_len=256)
+    found = [replace(m, setting=replace(m.setting, geometry=geometry)) for m in found]
+    tree = chosen(found, geometry=geometry).tree
+    for keys in (ALONE_KEYS + 1, ALONE_KEYS_SPREAD):
+        assert decide(tree, Bounds(256, 8, 2048, keys)).schedule == (alone if served else both(64, 64)), keys
+    assert decide(tree, Bounds(256, 8, 2048, ALONE_KEYS_SPREAD + 1)).schedule == both(64, 64), "too long for what a batch leaves"
 
 
 def test_schedules_that_do_not_fit_are_left_out():

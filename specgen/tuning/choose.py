@@ -20,16 +20,22 @@ from specgen.tuning.records import Gpu, Measurement, Schedule, attention_part
 from specgen.tuning.regret import Regret, regret
 from specgen.tuning.relatives import alone, nearest
 from specgen.tuning.tree import MAX_LEAVES, Leaf, Split, clip, decide, domain, fit, leaves, merge, replace_leaves
-from specgen.variant import Geometry
+from specgen.variant import Geometry, Variant
 
 # A workload counts once as it was measured, and this much for calls that give no bound on keys.
 UNBOUNDED_WEIGHT = 0.25
 # Sequences, and keys above which as many or fewer, and above which more, are never left to prefill alone. Bounds do not tell
 # whose cache is the longest: if it is that of a single row, prefill alone takes several times as long, and decode launched in
-# vain little: docs/tuning.md has the table.
+# vain little: docs/tuning.md has the table. The last is for a prefill that spreads a cache over the GPU, of which a batch leaves
+# less the more it holds.
 MANY_SEQS = 32
 ALONE_KEYS = 2048
 ALONE_KEYS_OF_MANY = 512
+ALONE_KEYS_SPREAD = 8192
+# Query rows of several sequences, up to which prefill cuts keys where their caches may be long: uncut, one row block of such a cache
+# takes as long as all others together, or longer. Fewer batches are far behind their best then: in five folds of Llama's the worst
+# is 1.6 times as slow, else 2.5.
+FEW_TOKENS = 1024
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
 _WORST_COST = 0.2
@@ -78,11 +84,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of query lengths with the default schedule there."""
+    """A range of query lengths with the default schedule there, and which schedules spread the cache of a single row."""
 
     low: int
     high: int
     default: Schedule
+    spreads: Callable[[Schedule], bool]
 
 
 def choose(
@@ -110,8 +117,8 @@ def choose(
     refused: why measurements may not choose, if that is so: the defaults serve, without a warning. Raises
     ValueError for defaults that leave a call without a schedule.
     """
-    parts = _parts(defaults, limits)
     shape = attention_part(geometry)
+    parts = _parts(defaults, limits, lambda schedule: _spreads(schedule, shape))
     own = [m for m in measurements if m.setting.geometry == shape and m.setting.aligned == aligned]
     relative = nearest(targets[0], {m.setting.gpu for m in own}, known)
     if relative is None or refused:
@@ -156,14 +163,27 @@ def replaces(matrix: Matrix, new: int, old: int, workloads: Iterable[int]) -> bo
     return gains
 
 
-def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits) -> list[_Part]:
+def _spreads(schedule: Schedule, geometry: Geometry) -> bool:
+    """Whether a single row behind a long cache gets many programs: by a decode, or by a prefill that cuts keys and reads them once,
+    for all heads of the group."""
+    if schedule.decode is not None:
+        return True
+    variant = Variant(schedule.prefill.family, geometry, schedule.prefill.config, True, 1, 0)
+    return variant.cuts_keys and variant.packed_heads == geometry.group
+
+
+def _cuts(schedule: Schedule) -> bool:
+    return schedule.prefill is not None and schedule.prefill.config.cuts
+
+
+def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits, spreads: Callable[[Schedule], bool]) -> list[_Part]:
     parts, low = [], 1
     for bound, schedule in defaults:
         if not schedule.legal(bound):
             raise ValueError(f"default {schedule.label!r} cannot serve {bound} query rows per sequence")
         if bound < low:
             raise ValueError(f"defaults: needs rising bounds, got {bound} after {low - 1}")
-        parts.append(_Part(low, bound, schedule))
+        parts.append(_Part(low, bound, schedule, spreads))
         low = bound + 1
     if low <= limits.max_tokens:
         raise ValueError(f"defaults: end at {low - 1} query rows per sequence, limits.max_tokens is {limits.max_tokens}")
@@ -205,10 +225,23 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
         return fitted(lambda bounds: True)
 
     def guarded(least: int, most: float, keys: int) -> Split:
-        """So many sequences: with more keys than that, over schedules that have a decode."""
-        short = fitted(lambda bounds: least <= bounds.seqs <= most and bounds.keys <= keys)
-        long = fitted(lambda bounds: least <= bounds.seqs <= most and bounds.keys > keys, lambda schedule: schedule.decode is not None)
-        return Split("keys", keys, short, long)
+        """So many sequences: with more keys than that over schedules that spread a cache, with many more over those with a decode."""
+
+        def between(above: float, up_to: float, allowed: Callable[[Schedule], bool]) -> object:
+            def fitted_to(fewest: float, tokens: float, allowed: Callable[[Schedule], bool]) -> object:
+                return fitted(lambda b: least <= b.seqs <= most and above < b.keys <= up_to and fewest < b.tokens <= tokens, allowed)
+
+            if above == 0 or not _cuts(part.default):
+                return fitted_to(0, inf, allowed)
+            few = fitted_to(0, FEW_TOKENS, lambda schedule: allowed(schedule) and _cuts(schedule))
+            return Split("tokens", FEW_TOKENS, few, fitted_to(FEW_TOKENS, inf, allowed))
+
+        short = between(0, keys, lambda schedule: True)
+        if not any(part.spreads(schedule) and schedule.decode is None for schedule in matrix.schedules):
+            return Split("keys", keys, short, between(keys, inf, part.spreads))
+        middle = between(keys, ALONE_KEYS_SPREAD, part.spreads)
+        long = between(ALONE_KEYS_SPREAD, inf, lambda schedule: schedule.decode is not None)
+        return Split("keys", keys, short, Split("keys", ALONE_KEYS_SPREAD, middle, long))
 
     one = fitted(lambda bounds: bounds.seqs == 1)
     several = Split("seqs", MANY_SEQS, guarded(2, MANY_SEQS, ALONE_KEYS), guarded(MANY_SEQS + 1, inf, ALONE_KEYS_OF_MANY))

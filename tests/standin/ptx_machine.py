@@ -770,7 +770,15 @@ class _Parser:
         return copy
 
     def _op_prefetch(self, s, o):
-        return lambda block, unit: None
+        if s[0] != "global":
+            return lambda block, unit: None
+        address = self._address(o[0])
+
+        def action(block, unit):
+            where = address(block, unit)
+            block.machine.heap.check(where if unit.mask is None else where[unit.mask], 1)  # what it fetches is there to be read
+
+        return action
 
     def _op_griddepcontrol(self, s, o):
         return lambda block, unit: None  # the machine runs one launch

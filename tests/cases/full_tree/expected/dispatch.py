@@ -33,7 +33,7 @@ ATTENTION_ROWS = (
         min_query_len=2,
         max_query_len=64,
         decode="decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50",
-        prefill="prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168",
+        prefill="prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of one query row, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -68,7 +68,7 @@ ATTENTION_ROWS = (
 def _sm_90_0(query_len, seqs, tokens, keys):
     if query_len <= 1:
         return 0  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128
-    return 1  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50 and prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168
+    return 1  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50 and prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):

@@ -46,7 +46,7 @@ ATTENTION_ROWS = (
         min_query_len=5,
         max_query_len=64,
         decode="decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
-        prefill="prefill_ws_h8x2_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
+        prefill="prefill_ws_h8x2_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -124,7 +124,7 @@ ATTENTION_ROWS = (
         min_query_len=5,
         max_query_len=64,
         decode="decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
-        prefill="prefill_ws_h4x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
+        prefill="prefill_ws_h4x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -202,7 +202,7 @@ ATTENTION_ROWS = (
         min_query_len=5,
         max_query_len=64,
         decode="decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
-        prefill="prefill_ws_h2x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168",
+        prefill="prefill_ws_h2x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
@@ -486,7 +486,7 @@ def _sm_90_0(query_len, seqs, tokens, keys):
         return 0  # decode_ws_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
         return 1  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 2  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h8x2_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168
+    return 2  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h8x2_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_1(query_len, seqs, tokens, keys):
@@ -502,7 +502,7 @@ def _sm_90_2(query_len, seqs, tokens, keys):
         return 6  # decode_ws_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
         return 7  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 8  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h4x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168
+    return 8  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h4x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_3(query_len, seqs, tokens, keys):
@@ -518,7 +518,7 @@ def _sm_90_4(query_len, seqs, tokens, keys):
         return 12  # decode_ws_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
         return 13  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 14  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h2x1_d128_p16_bf16_causal_q4_m128n128_w4s2c1_m168
+    return 14  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h2x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_5(query_len, seqs, tokens, keys):

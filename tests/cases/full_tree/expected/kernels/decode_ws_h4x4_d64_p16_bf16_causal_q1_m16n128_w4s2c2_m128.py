@@ -36,7 +36,7 @@ NUM_STAGES: gl.constexpr = gl.constexpr(2)  # key/value tiles in flight
 MAX_QUERY_LEN: gl.constexpr = gl.constexpr(1)  # longer sequences belong to prefill
 UNIT: gl.constexpr = gl.constexpr(16)  # keys of one box, all of one page: the grain of the split
 UNITS_PER_TILE: gl.constexpr = gl.constexpr(8)  # TILE_N / UNIT
-ITEM_UNITS: gl.constexpr = gl.constexpr(3)  # what an item costs besides its units, in units
+ITEM_UNITS: gl.constexpr = gl.constexpr(10)  # what an item costs besides its units, in units
 MIN_SHARE: gl.constexpr = gl.constexpr(4)  # units of an item worth a program: fewer cost more in merging than they save
 MERGE_UNITS: gl.constexpr = gl.constexpr(4)  # what cutting an item costs, in units
 SHARE_SLACK: gl.constexpr = gl.constexpr(16)  # a share may be larger by one in so many to end where items do
@@ -46,10 +46,13 @@ HEAD_GROUPS: gl.constexpr = gl.constexpr(4)  # KV_HEADS / HEADS
 PARTS: gl.constexpr = gl.constexpr(4)  # of a tile, one a warp: of its keys, or one head each
 PART_KEYS: gl.constexpr = gl.constexpr(32)  # TILE_N * HEADS / PARTS
 ATTENDING_THREADS: gl.constexpr = gl.constexpr(128)  # all of them release a tile before it is overwritten
-LOADER_REGISTERS: gl.constexpr = gl.constexpr(40)  # of a thread of the loading warp; the others share what is left
+LOADER_REGISTERS: gl.constexpr = gl.constexpr(48)  # of a thread of the loading warp; the others share what is left
 JOIN_ROWS: gl.constexpr = gl.constexpr(8)  # rows of BLOCK_M that leave the matrix layout
 PARTIAL_ROWS: gl.constexpr = gl.constexpr(1)  # rows of BLOCK_M that can be query rows: those of a partial state
 STATE_ROWS: gl.constexpr = gl.constexpr(1)  # HEADS * PARTIAL_ROWS
+QUERY_LINES: gl.constexpr = gl.constexpr(
+    32
+)  # of 128 bytes of an item's query rows, a lane each, rounded up to a power of two
 PARTIALS_AT_ONCE: gl.constexpr = gl.constexpr(32)  # partial states that a merging program holds in registers
 MERGE_GROUP: gl.constexpr = gl.constexpr(32)  # programs that merge in one step; an item of more takes two
 UNSEEN: gl.constexpr = gl.constexpr(
@@ -91,6 +94,28 @@ def _prefetch_maps():
         "prefetch.param.tensormap [decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128_param_0]; prefetch.param.tensormap [decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128_param_9]; mov.u32 $0, $1;",
         "=r,r",
         [gl.to_tensor(0)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _prefetch_queries(queries, q_start, query_len, item):
+    # A line of 128 bytes a lane; lanes behind the last take the first again.
+    q_ptr, q_stride_token, q_stride_head = queries
+    lines = gl.arange(0, QUERY_LINES, IDS)
+    row_lines: gl.constexpr = 1
+    states = lines // row_lines
+    rows = item // HEAD_GROUPS * BLOCK_M + states % PARTIAL_ROWS
+    live = (states < STATE_ROWS) & (rows < query_len * GROUP)
+    tokens = (q_start + gl.where(live, rows, 0) // GROUP).to(gl.int64)
+    heads = item % HEAD_GROUPS * (HEADS * GROUP) + gl.where(live, states // PARTIAL_ROWS * GROUP + rows % GROUP, 0)
+    pointers = q_ptr + tokens * q_stride_token + heads * q_stride_head + lines % row_lines * 64
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(gl.int64, bitcast=True)],
         gl.int32,
         is_pure=False,
         pack=1,
@@ -240,14 +265,14 @@ def _page_ids(table, seq, first_key, units, kv_len):
 
 
 @gluon.jit
-def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
+def _load(k_map, v_map, queries, table, num_seqs, lengths, ring, message):
     k_tiles, v_tiles, k_full, v_full, empty = ring
     share, gap, grain, end, seq, seq_start = _plan(num_seqs, lengths)
     _tell(message, share, gap, grain, end, seq, seq_start)
     start = gl.program_id(0) * share
     if start < end:
         lanes = gl.arange(0, 32, IDS)
-        seq, _, query_len, kv_len = _next_decode(seq, lengths)
+        seq, q_start, query_len, kv_len = _next_decode(seq, lengths)
         _, first_unit, item_units = _item(query_len, kv_len)
         items = _items(query_len)
         length = _length(item_units, gap, grain)
@@ -273,10 +298,11 @@ def _load(k_map, v_map, table, num_seqs, lengths, ring, message):
                 unit += gap
                 if (item == items) & (unit < end):
                     item = 0
-                    seq, _, query_len, kv_len = _next_decode(seq + 1, lengths)
+                    seq, q_start, query_len, kv_len = _next_decode(seq + 1, lengths)
                     _, first_unit, item_units = _item(query_len, kv_len)
                     items = _items(query_len)
-            # The next group's page ids travel while this one's boxes wait for room.
+                _prefetch_queries(queries, q_start, query_len, gl.minimum(item, items - 1))
+            # The next group's page ids, and an item's queries, travel while this one's boxes wait for room.
             units = gl.minimum(gl.minimum(item_units - item_unit, end - unit), 32)
             first_key = (first_unit + item_unit) * UNIT
             pages = _page_ids(table, seq, first_key, units, kv_len)
@@ -656,7 +682,7 @@ def decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128(
     gl.warp_specialize(
         [
             (_attend, (queries, lengths, ring, message, outputs, scratch)),
-            (_load, (k_map, v_map, table, num_seqs, lengths, ring, message)),
+            (_load, (k_map, v_map, queries, table, num_seqs, lengths, ring, message)),
         ],
         [1],
         [LOADER_REGISTERS],

@@ -5,15 +5,16 @@
 Takes every sequence with more than 1 query rows, whole or in chunks. A row block packs 1 query head(s) of one
 key/value head. Programs take row blocks longest first, two each by their number
 and then in turn by a ticket; within a row block, key tiles run from the last, which the mask cuts, to the first.
+Row blocks that would keep few programs busy long are cut along their keys into parts, which the last one to arrive merges.
 
-Two consumers of 4 warps own half a row block each and take turns at the tensor cores: a step issues the scores of a tile and the
-product with the values of the tile before, and computes the softmax of the one under the other. Four loader warps, one on each
+One consumer of 4 warps owns a row block: a step issues the scores of a tile and the product with the values of the tile before, and
+computes the softmax of the one under the other; the programs of a multiprocessor fill each other's waits. Four loader warps, one on each
 scheduler of the multiprocessor, copy boxes of a page into swizzled tiles through tensor maps; the first also plans.
-Registers: 168 a thread at launch, then 232 for consumers and 40 for loaders. Shared memory: 2 query
-tile(s), 3 tiles of keys and 3 of values, and what the rows pass through on their way out.
+Registers: 128 a thread at launch, then 216 for consumers and 40 for loaders. Shared memory: 2 query
+tile(s), 2 tiles of keys and 2 of values, and what the rows pass through on their way out.
 
-Launch: a constant grid of multiprocessors x 1, 12 warps, 3 stages; a binary only.
-Tuning: H200, Triton 3.6.0, a study of this schedule: 0.64 to 0.91 of FlashAttention-3's time.
+Launch: a constant grid of multiprocessors x 2, 8 warps, 2 stages; a binary only.
+Tuning: H200, Triton 3.7.1, 32/8 heads of 128: 8 prompts of 512 rows in 52 us, 67 with 128 rows; 29 rows behind 4590 keys in 27 us, 63 uncut.
 Alignment: pointers of 16 bytes and strides of 16 bytes are promised by the dispatch row.
 
 """
@@ -39,27 +40,25 @@ BLOCK_V: gl.constexpr = gl.constexpr(64)  # V_DIM rounded up to a tile
 PAGE_SIZE: gl.constexpr = gl.constexpr(16)  # keys per page; independent of TILE_N
 SCALE_LOG2E: gl.constexpr = gl.constexpr(0.18033688011112042)  # softmax scale x log2(e): the softmax runs in base 2
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)  # back to the natural logarithm for lse
-BLOCK_M: gl.constexpr = gl.constexpr(128)  # query rows of a tile: token x head of the group
-TILE_N: gl.constexpr = gl.constexpr(128)  # keys of a tile
-NUM_STAGES: gl.constexpr = gl.constexpr(3)  # key/value tiles in flight
+BLOCK_M: gl.constexpr = gl.constexpr(64)  # query rows of a tile: token x head of the group
+TILE_N: gl.constexpr = gl.constexpr(64)  # keys of a tile
+NUM_STAGES: gl.constexpr = gl.constexpr(2)  # key/value tiles in flight
 MIN_QUERY_LEN: gl.constexpr = gl.constexpr(2)  # shorter sequences belong to decode
 PACKED_HEADS: gl.constexpr = gl.constexpr(1)  # query heads of one key/value head in a row block
-BLOCK_TOKENS: gl.constexpr = gl.constexpr(128)  # tokens of a row block: BLOCK_M / PACKED_HEADS
+BLOCK_TOKENS: gl.constexpr = gl.constexpr(64)  # tokens of a row block: BLOCK_M / PACKED_HEADS
 HEAD_BLOCKS: gl.constexpr = gl.constexpr(4)  # row blocks that cover the query heads of a token
 ITEMSIZE: gl.constexpr = gl.constexpr(2)  # bytes of an element
 COLUMNS: gl.constexpr = gl.constexpr(64)  # elements of a head that one copy moves: 128 bytes, the width of the swizzle
 BOX_KEYS: gl.constexpr = gl.constexpr(16)  # keys that one copy moves: of one page
 SPLIT_KEYS: gl.constexpr = gl.constexpr(True)  # two loaders share a tile by its keys; else by its panels of COLUMNS
-LOADER_BOXES: gl.constexpr = gl.constexpr(4)  # boxes of a panel that one loader copies
+LOADER_BOXES: gl.constexpr = gl.constexpr(2)  # boxes of a panel that one loader copies
 LEFT_EDGE: gl.constexpr = gl.constexpr(False)  # whether rows have a first key that they see
 QUERY_SLOTS: gl.constexpr = gl.constexpr(2)  # query tiles in flight
-CONSUMERS: gl.constexpr = gl.constexpr(2)  # groups of 4 warps that compute
+CONSUMERS: gl.constexpr = gl.constexpr(1)  # groups of 4 warps that compute
 THREADS: gl.constexpr = gl.constexpr(128)  # of a consumer
 ROWS: gl.constexpr = gl.constexpr(64)  # rows of a row block that a consumer owns
 TOKENS_EACH: gl.constexpr = gl.constexpr(64)  # tokens of each head that a consumer owns: ROWS / PACKED_HEADS
-CONSUMER_REGISTERS: gl.constexpr = gl.constexpr(232)  # of a thread that computes
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(40)  # of a thread that loads
-FIRST_TURN: gl.constexpr = gl.constexpr(9)  # hardware barriers 9 and 10: those that the compiler leaves free
 RESCALE_ABOVE: gl.constexpr = gl.constexpr(
     8.0
 )  # growth of a row's maximum (base 2) from which its sum and accumulator are rescaled
@@ -75,7 +74,7 @@ LANES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # a v
 
 # Work items, and the fields of one.
 ITEMS: gl.constexpr = gl.constexpr(4)  # items in flight: one each stored, computed, loaded and planned
-FIELDS: gl.constexpr = gl.constexpr(8)  # int32 each
+FIELDS: gl.constexpr = gl.constexpr(11)  # int32 each
 SEQ: gl.constexpr = gl.constexpr(0)  # sequence
 HEAD_BLOCK: gl.constexpr = gl.constexpr(1)  # of HEAD_BLOCKS
 TOKEN: gl.constexpr = gl.constexpr(2)  # first token, a row of q and out
@@ -85,30 +84,15 @@ KEYS: gl.constexpr = gl.constexpr(5)  # keys of the sequence
 FIRST_TILE: gl.constexpr = gl.constexpr(6)  # first key tile that some row sees
 END_TILE: gl.constexpr = gl.constexpr(7)  # one past the last, so at least 1; 0: there are no more items
 
+PARTS: gl.constexpr = gl.constexpr(8)  # of the row block, along its keys; 1: the item is all of it
+PLACE: gl.constexpr = gl.constexpr(9)  # of the part's state in scratch
+FIRST_PLACE: gl.constexpr = gl.constexpr(10)  # of the row block's parts, HEAD_BLOCKS apart
+STATE: gl.constexpr = gl.constexpr(4608)  # words that a consumer keeps of a part
+CUT_OCTAVES: gl.constexpr = gl.constexpr(
+    256
+)  # by which octaves of row blocks that are cut lie above the others: more than a float32 has
 
-@gluon.jit
-def _await_turn(CONSUMER: gl.constexpr):
-    # A named hardware barrier of both consumers: the threads of one arrive when they pass the turn, those of the other wait.
-    gl.inline_asm_elementwise(
-        f"bar.sync {FIRST_TURN + CONSUMER}, {CONSUMERS * THREADS}; mov.u32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _pass_turn(CONSUMER: gl.constexpr):
-    gl.inline_asm_elementwise(
-        f"bar.arrive {FIRST_TURN + 1 - CONSUMER}, {CONSUMERS * THREADS}; mov.u32 $0, $1;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+LOG2_MIN_PART_TILES: gl.constexpr = gl.constexpr(2)  # of the key tiles worth a part of their own
 
 
 @gluon.jit
@@ -158,6 +142,69 @@ def _rescaled(acc, factors):
     )
 
 
+@gluon.constexpr_function
+def _state_code(COUNT, OPERATION):
+    WIDTH = min(COUNT, 4)
+    place = 2 * COUNT if OPERATION == "st" else COUNT
+    code = ""
+    for i in range(0, COUNT, WIDTH):
+        values = "{" + ", ".join(f"${i + j}" for j in range(WIDTH)) + "}"
+        at = f"[${place} + {i * 4 * 128}]"
+        # .cg: past the L1 cache, which does not see other multiprocessors' stores.
+        code += (
+            f"st.global.v{WIDTH}.f32 {at}, {values}; "
+            if OPERATION == "st"
+            else f"ld.global.cg.v{WIDTH}.f32 {values}, {at}; "
+        )
+    return code
+
+
+@gluon.constexpr_function
+def _state_registers(COUNT, OPERATION):
+    written = ["=f"] * COUNT + [str(i) for i in range(COUNT)] if OPERATION == "st" else ["=&f"] * COUNT
+    return ",".join(written + ["l"] * COUNT)
+
+
+@gluon.jit
+def _places(values, address, COUNT: gl.constexpr):
+    """Where a thread's registers begin, the same for each value that it holds; of rows, the four threads that hold the same write the same."""
+    # A thread's number, from where the layout of a product puts its values. Not %tid.x: where a kernel reads it a second time ptxas
+    # 12.8 holds that all branches, by what a warp does first of all, part the threads of a warp, and puts every copy of a box
+    # in a loop over threads: pre b1 2k 77 us for 69, with two loaders 84 for 71.
+    if len(values.shape) == 2:
+        rows = gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))[:, None]
+        columns = gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]
+        thread = rows // 16 * 32 + rows % 8 * 4 + columns % 8 // 2  # [ROWS, columns]
+    else:
+        rows = gl.arange(0, ROWS, values.type.layout)
+        thread = rows // 16 * 32 + rows % 8 * 4  # [ROWS], the first of the four
+    return address + thread.to(gl.int64) * min(COUNT, 4) * 4
+
+
+@gluon.jit
+def _stored(values, address, COUNT: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _state_code(COUNT, "st"),
+        _state_registers(COUNT, "st"),
+        [values, _places(values, address, COUNT)],
+        gl.float32,
+        is_pure=False,
+        pack=COUNT,
+    )
+
+
+@gluon.jit
+def _loaded(values, address, COUNT: gl.constexpr):
+    return gl.inline_asm_elementwise(
+        _state_code(COUNT, "ld"),
+        _state_registers(COUNT, "ld"),
+        [_places(values, address, COUNT)],
+        gl.float32,
+        is_pure=False,
+        pack=COUNT,
+    )
+
+
 @gluon.jit
 def _slot(count, SLOTS: gl.constexpr):
     """Slot of the count-th use of a ring, and the parity of the barrier phase that the use completes."""
@@ -203,22 +250,63 @@ def _blocks_of(group):
 
 
 @gluon.jit
-def _extent(lengths):
-    group = _read_group(0, lengths)
-    blocks, highest = _blocks_of(group)
-    for first in range(32, lengths[2], 32):
-        more, octaves = _blocks_of(_read_group(first, lengths))
-        blocks += more
-        highest = gl.maximum(highest, octaves)
-    return gl.sum(blocks, 0), gl.max(highest, 0), group
+def _exponent(x):
+    """floor(log2(x)) of numbers that are not negative."""
+    return (x.to(gl.float32).to(gl.int32, bitcast=True) >> 23) - 127
 
 
 @gluon.jit
-def _next_octave(octave, lengths):
+def _tiles_of(group):
+    """Key tiles of a row block of each sequence, [32]."""
+    _, _, kv_lens = group
+    return gl.cdiv(kv_lens, TILE_N)
+
+
+@gluon.jit
+def _parts_of(group, programs_per_tile):
+    """_blocks_of with each part counted, in octaves above those of whole row blocks; and how often a row block is halved.
+
+    As many parts as an even share of the tiles goes into a row block's, rounded down to a power of two: all parts together are no
+    more than the programs, the places in scratch.
+    """
+    blocks, octaves = _blocks_of(group)
+    tiles = _tiles_of(group)
+    # To merge a part takes a program about half the time that a tile does: of T tiles sqrt(2 T) parts are done first. Of more than
+    # 64, the product with the tiles could pass int32.
+    most = gl.minimum(gl.minimum((_exponent(tiles) + 2) >> 1, 6), _exponent(tiles) - LOG2_MIN_PART_TILES)
+    halvings = gl.maximum(gl.minimum(_exponent(tiles * programs_per_tile), most), 0)
+    return blocks << halvings, gl.where((blocks > 0) & (halvings > 0), octaves + CUT_OCTAVES, octaves), halvings
+
+
+@gluon.jit
+def _work_of(group):
+    """Key tiles of all row blocks of each sequence of a group, [32] float32."""
+    blocks, _ = _blocks_of(group)
+    return blocks * _tiles_of(group).to(gl.float32)
+
+
+@gluon.jit
+def _extent(lengths):
+    # Most batches are one group: its lengths are read once.
+    group = _read_group(0, lengths)
+    work = _work_of(group)
+    for first in range(32, lengths[2], 32):
+        work += _work_of(_read_group(first, lengths))
+    programs_per_tile = gl.num_programs(0) / gl.maximum(gl.sum(work, 0) * HEAD_BLOCKS, 1.0)
+    blocks, highest, _ = _parts_of(group, programs_per_tile)
+    for first in range(32, lengths[2], 32):
+        more, octaves, _ = _parts_of(_read_group(first, lengths), programs_per_tile)
+        blocks += more
+        highest = gl.maximum(highest, octaves)
+    return gl.sum(blocks, 0), gl.max(highest, 0), group, programs_per_tile
+
+
+@gluon.jit
+def _next_octave(octave, split, lengths):
     """The highest octave below one that some sequence is in."""
     highest = gl.full([32], -1, gl.int32, LANES)
     for first in range(0, lengths[2], 32):
-        _, octaves = _blocks_of(_read_group(first, lengths))
+        _, octaves, _ = _parts_of(_read_group(first, lengths), split)
         highest = gl.maximum(highest, gl.where(octaves < octave, octaves, -1))
     return gl.max(highest, 0)
 
@@ -229,21 +317,21 @@ def _add(a, b):
 
 
 @gluon.jit
-def _find(block, search, lengths):
+def _find(block, search, split, lengths):
     """Go on to the group that holds a block."""
-    octave, first, above, found, ends, starts, query_lens, kv_lens = search
+    octave, first, above, found, ends, starts, query_lens, kv_lens, halvings = search
     while block >= above + found:
         above += found
         first += 32
         if first >= lengths[2]:
-            octave = _next_octave(octave, lengths)
+            octave = _next_octave(octave, split, lengths)
             first = 0
         if lengths[2] > 32:  # else the only group is here
             starts, query_lens, kv_lens = _read_group(first, lengths)
-        blocks, octaves = _blocks_of((starts, query_lens, kv_lens))
+        blocks, octaves, halvings = _parts_of((starts, query_lens, kv_lens), split)
         ends = gl.associative_scan(gl.where(octaves == octave, blocks, 0), 0, _add)
         found = gl.max(ends, 0)
-    return octave, first, above, found, ends, starts, query_lens, kv_lens
+    return octave, first, above, found, ends, starts, query_lens, kv_lens, halvings
 
 
 @gluon.jit
@@ -258,20 +346,24 @@ def _write(slots, item, FIELD: gl.constexpr, value):
 
 
 @gluon.jit
-def _publish(items, count, ticket, blocks, search, lengths):
+def _publish(items, count, ticket, blocks, search, split, lengths):
     slots, full, empty = items
     item, parity = _slot(count, ITEMS)
     mbarrier.wait(empty.index(item), parity ^ 1)
     if ticket < blocks * HEAD_BLOCKS:
         block = ticket // HEAD_BLOCKS
-        search = _find(block, search, lengths)
-        _, first, above, _, ends, starts, query_lens, kv_lens = search
+        search = _find(block, search, split, lengths)
+        _, first, above, _, ends, starts, query_lens, kv_lens, halvings = search
         lane = gl.sum((ends <= block - above).to(gl.int32), 0)
         is_it = gl.arange(0, 32, LANES) == lane
         start = _lane(starts, is_it)
         query_len = _lane(query_lens, is_it)
         kv_len = _lane(kv_lens, is_it)
         row_block = above + _lane(ends, is_it) - 1 - block  # the last, which sees most, first
+        log2_parts = _lane(halvings, is_it)
+        parts = (log2_parts * 0 + 1) << log2_parts
+        part = row_block & (parts - 1)
+        row_block = row_block >> log2_parts
         tokens = query_len - row_block * BLOCK_TOKENS
         position = kv_len - tokens
         right = gl.maximum(position + gl.minimum(tokens, BLOCK_TOKENS), 0)
@@ -282,9 +374,20 @@ def _publish(items, count, ticket, blocks, search, lengths):
         _write(slots, item, TOKENS, tokens)
         _write(slots, item, POSITION, position)
         _write(slots, item, KEYS, kv_len)
-        _write(slots, item, FIRST_TILE, first_tile)
         # A row block that sees no key has a tile all the same, all of it masked: its rows are written.
-        _write(slots, item, END_TILE, gl.maximum((right + TILE_N - 1) // TILE_N, first_tile + 1))
+        end_tile = gl.maximum((right + TILE_N - 1) // TILE_N, first_tile + 1)
+        tiles = end_tile - first_tile
+        part_first = first_tile + ((tiles * part) >> log2_parts)
+        part_end = first_tile + ((tiles * (part + 1)) >> log2_parts)
+        # So has a part of a row block that has fewer tiles than parts: the one behind the last that its rows see.
+        is_empty = part_end == part_first
+        first_tile = gl.where(is_empty, end_tile, part_first)
+        end_tile = gl.where(is_empty, end_tile + 1, part_end)
+        _write(slots, item, PARTS, parts)
+        _write(slots, item, PLACE, ticket)
+        _write(slots, item, FIRST_PLACE, ticket - (parts - 1 - part) * HEAD_BLOCKS)
+        _write(slots, item, FIRST_TILE, first_tile)
+        _write(slots, item, END_TILE, end_tile)
     else:
         _write(slots, item, END_TILE, 0)
     mbarrier.arrive(full.index(item))
@@ -516,11 +619,11 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, 
     if program >= prompt:
         claimed = _claim(tickets_ptr)
         first = gl.sum(gl.where(lanes == 0, claimed, 0), 0) + by_number
-    blocks, highest, group = _extent(lengths)
+    blocks, highest, group, split = _extent(lengths)
     starts, query_lens, kv_lens = group
     none = program * 0
-    search = (highest, none - 32, none, none, 0 * lanes, starts, query_lens, kv_lens)
-    search = _publish(items, 0, first, blocks, search, lengths)
+    search = (highest, none - 32, none, none, 0 * lanes, starts, query_lens, kv_lens, 0 * lanes)
+    search = _publish(items, 0, first, blocks, search, split, lengths)
     count = 0  # of items
     use = 0  # of the ring of keys
     end_tile = _field(items, 0, END_TILE)
@@ -551,7 +654,7 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, 
         if (planned == first_tile + 1) & (count >= asks_from):
             claimed = _claim(tickets_ptr)
         ticket = gl.sum(gl.where(lanes == 0, claimed, 0), 0) + by_number
-        search = _publish(items, count + 1, ticket, blocks, search, lengths)
+        search = _publish(items, count + 1, ticket, blocks, search, split, lengths)
         for _ in range(planned, end_tile):
             first_key -= TILE_N
             _load_tile(
@@ -683,11 +786,9 @@ def _add_values(values, use, weights, acc, factors):
 
 @gluon.jit
 def _issue(query, keys, values, use, weights, acc, factors, CONSUMER: gl.constexpr):
-    """A consumer's turn: the scores of the next use's keys, and the product with the values of this one."""
-    _await_turn(CONSUMER)
+    """The scores of the next use's keys, and the product with the values of this one."""
     scores = _scores(query, keys, use + 1)
     acc = _add_values(values, use, weights, acc, factors)
-    _pass_turn(CONSUMER)
     return scores, acc
 
 
@@ -749,12 +850,51 @@ def _store(acc, inverse, CONSUMER: gl.constexpr, item, items, outputs):
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, zero):
+def _scratch(scratch, WORD: gl.constexpr):
+    """An address, read when it is needed: none is kept in registers through the main loop."""
+    return gl.max(scratch.index(WORD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _state_address(place, CONSUMER: gl.constexpr, scratch):
+    return _scratch(scratch, 0) + (place * CONSUMERS + CONSUMER).to(gl.int64) * (STATE * 4)
+
+
+@gluon.jit
+def _keep(acc, row_max, total, CONSUMER: gl.constexpr, item, items, scratch):
+    address = _state_address(_field(items, item, PLACE), CONSUMER, scratch)
+    _stored(row_max, address, 2)
+    _stored(total, address + 8 * THREADS, 2)
+    return _stored(acc, address + 16 * THREADS, BLOCK_V // 2)
+
+
+@gluon.jit
+def _merge(CONSUMER: gl.constexpr, item, items, scratch):
+    """The states of all parts together."""
+    acc = gl.zeros([ROWS, BLOCK_V], gl.float32, _accumulator(BLOCK_V))
+    row_max = gl.full([ROWS], NO_KEY, gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
+    for part in range(0, _field(items, item, PARTS)):
+        address = _state_address(_field(items, item, FIRST_PLACE) + part * HEAD_BLOCKS, CONSUMER, scratch)
+        part_max = _loaded(row_max, address, 2)
+        part_total = _loaded(total, address + 8 * THREADS, 2)
+        part_acc = _loaded(acc, address + 16 * THREADS, BLOCK_V // 2)
+        new_max = gl.maximum(row_max, part_max)
+        decay = _exp2(row_max - new_max)
+        gain = _exp2(part_max - new_max)
+        total = total * decay + part_total * gain
+        decays = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))
+        gains = gl.convert_layout(gain, gl.SliceLayout(1, acc.type.layout))
+        acc = acc * decays[:, None] + part_acc * gains[:, None]
+        row_max = new_max
+    return acc, row_max, total
+
+
+@gluon.jit
+def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, scratch, zero):
     """Rows CONSUMER * ROWS .. + ROWS - 1 of every row block."""
     query_tiles, query_full, query_empty = queries
     item_empty = items[2]
-    if CONSUMER == 1:
-        _pass_turn(1)  # consumer 0 begins
     count = 0  # of items
     use = 0  # of keys and values
     weights = gl.zeros([ROWS, TILE_N], gl.float32, _accumulator(TILE_N))
@@ -823,14 +963,29 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, zero
             acc = warpgroup_mma_wait(0, [_add_values(values, use, weights, acc, factors)])
         _release(values, use)
         use += 1
-        inverse = _finish(item_max, item_sum, CONSUMER, item, items, outputs)
-        _store(acc, inverse, CONSUMER, item, items, outputs)
+        item_total = gl.convert_layout(gl.sum(item_sum, 1), item_max.type.layout)
+        parts = _field(items, item, PARTS)
+        complete = parts == 1
+        if parts > 1:
+            acc = _keep(acc, item_max, item_total, CONSUMER, item, items, scratch)
+            arrivals_ptr = _scratch(scratch, 1).to(gl.pointer_type(gl.int32), bitcast=True)
+            counter_ptr = arrivals_ptr + _field(items, item, FIRST_PLACE) * CONSUMERS + CONSUMER
+            # The stores of all threads come before the release of the one that counts.
+            gl.barrier()
+            arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            complete = arrived == parts - 1
+            if complete:
+                acc, item_max, item_total = _merge(CONSUMER, item, items, scratch)
+                gl.store(counter_ptr, 0)  # ready for the next launch or replay
+        if complete:
+            inverse = _finish(item_max, item_total[:, None], CONSUMER, item, items, outputs)
+            _store(acc, inverse, CONSUMER, item, items, outputs)
         mbarrier.arrive(item_empty.index(item))
         item = next_item
 
 
 @gluon.jit
-def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
+def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1(
     q_map,
     k_map,
     v_map,
@@ -853,6 +1008,7 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
     out_stride_token,
     out_stride_head,
     late_programs,
+    prefill_partial_ptr,
 ):
     # Rings of slots: what they hold, a barrier for each that it is full, and one that it is empty.
     query_tiles = gl.allocate_shared_memory(q_map.dtype, [QUERY_SLOTS * CONSUMERS, ROWS, BLOCK_QK], TILE)
@@ -899,10 +1055,13 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
     value_strides = (v_cache_stride_page, v_cache_stride_slot, v_cache_stride_head)
     lengths = (seq_lens_ptr, cu_seqlens_q_ptr, num_seqs, max_pages)
     outputs = (out_ptr, out_stride_token, out_stride_head, lse_ptr, store_lse)
+    scratch = gl.allocate_shared_memory(gl.int64, [2, 1], WORDS)
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    scratch.index(0).store(gl.full([1], 0, gl.int64, ONE) + prefill_partial_ptr.to(gl.int64))
+    scratch.index(1).store(gl.full([1], 0, gl.int64, ONE) + (tickets_ptr + 2).to(gl.int64))
     gl.warp_specialize(
         [
-            (_consume, (0, queries, keys, values, items, outputs, zero)),
-            (_consume, (1, queries, keys, values, items, outputs, zero)),
+            (_consume, (0, queries, keys, values, items, outputs, scratch, zero)),
             (
                 _plan_and_load,
                 (q_map, k_map, queries, keys, items, table, key_strides, lengths, (tickets_ptr, late_programs)),
@@ -911,6 +1070,6 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m128n128_w4s3c1_m168(
             (_load, (v_map, values, items, table, value_strides, 0, True)),
             (_load, (v_map, values, items, table, value_strides, 1, True)),
         ],
-        [4, 1, 1, 1, 1],
-        [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        [1, 1, 1, 1],
+        [LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
     )
