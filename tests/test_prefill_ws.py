@@ -377,6 +377,7 @@ def test_binaries_keep_to_their_budgets(name):
         ({}, {"options": (("maxnreg", 176),)}, "leaves 244 registers for a thread of a consumer, which takes a multiple of 8, at most 240"),
         ({}, {"ctas_per_multiprocessor": 2}, "needs 64512 registers for each of 2 programs, a multiprocessor of h200 has 65536"),
         ({}, {"options": (("maxnreg", 168), ("split", 1))}, "cuts keys for one consumer, of 64 rows: two leave no registers to merge parts"),
+        ({"qk_dim": 256, "v_dim": 256}, SPLIT, "cuts keys of heads of up to 128 elements: 256 leave no registers to merge parts"),
         ({"batch_invariant": True}, SPLIT, "cuts keys by what else is in the batch, which batch_invariant excludes"),
         ({}, ONE | {"tile_n": 128, "num_stages": 3}, "needs 123904 bytes of shared memory per block, h200 has 115712 for each of 2"),
         ({"qk_dim": 256, "v_dim": 256}, ONE, "bytes of shared memory per block, h200 has 115712 for each of 2"),

@@ -33,8 +33,7 @@ ALONE_KEYS = 2048
 ALONE_KEYS_OF_MANY = 512
 ALONE_KEYS_SPREAD = 8192
 # Query rows of several sequences, up to which prefill cuts keys where their caches may be long: uncut, one row block of such a cache
-# takes as long as all others together, or longer. Fewer batches are far behind their best then: in five folds of Llama's the worst
-# is 1.6 times as slow, else 2.5.
+# takes as long as all others together, or longer. It holds where what is launched without measurements cuts keys, too.
 FEW_TOKENS = 1024
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
@@ -227,20 +226,20 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
     def guarded(least: int, most: float, keys: int) -> Split:
         """So many sequences: with more keys than that over schedules that spread a cache, with many more over those with a decode."""
 
-        def between(above: float, up_to: float, allowed: Callable[[Schedule], bool]) -> object:
-            def fitted_to(fewest: float, tokens: float, allowed: Callable[[Schedule], bool]) -> object:
-                return fitted(lambda b: least <= b.seqs <= most and above < b.keys <= up_to and fewest < b.tokens <= tokens, allowed)
+        def within(above: float, up_to: float, allowed: Callable[[Schedule], bool], fewest: float = 0, tokens: float = inf) -> object:
+            return fitted(lambda b: least <= b.seqs <= most and above < b.keys <= up_to and fewest < b.tokens <= tokens, allowed)
 
-            if above == 0 or not _cuts(part.default):
-                return fitted_to(0, inf, allowed)
-            few = fitted_to(0, FEW_TOKENS, lambda schedule: allowed(schedule) and _cuts(schedule))
-            return Split("tokens", FEW_TOKENS, few, fitted_to(FEW_TOKENS, inf, allowed))
+        def long_caches(above: float, up_to: float, allowed: Callable[[Schedule], bool]) -> object:
+            if not _cuts(part.default):
+                return within(above, up_to, allowed)
+            few = within(above, up_to, lambda schedule: allowed(schedule) and _cuts(schedule), tokens=FEW_TOKENS)
+            return Split("tokens", FEW_TOKENS, few, within(above, up_to, allowed, fewest=FEW_TOKENS))
 
-        short = between(0, keys, lambda schedule: True)
+        short = within(0, keys, lambda schedule: True)
         if not any(part.spreads(schedule) and schedule.decode is None for schedule in matrix.schedules):
-            return Split("keys", keys, short, between(keys, inf, part.spreads))
-        middle = between(keys, ALONE_KEYS_SPREAD, part.spreads)
-        long = between(ALONE_KEYS_SPREAD, inf, lambda schedule: schedule.decode is not None)
+            return Split("keys", keys, short, long_caches(keys, inf, part.spreads))
+        middle = long_caches(keys, ALONE_KEYS_SPREAD, part.spreads)
+        long = long_caches(ALONE_KEYS_SPREAD, inf, lambda schedule: schedule.decode is not None)
         return Split("keys", keys, short, Split("keys", ALONE_KEYS_SPREAD, middle, long))
 
     one = fitted(lambda bounds: bounds.seqs == 1)
