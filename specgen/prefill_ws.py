@@ -16,7 +16,6 @@ LOADER_WARPS = 4
 MOST_REGISTERS = 240  # of a thread of a consumer
 RESERVED_SHARED = 1024  # bytes of shared memory that the system takes of every program; what a single one may have is without them
 LEAST_PAGE = 16
-MIN_PART_KEYS = 256  # keys worth a part of a row block of their own: fewer cost more in merging than they save
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,18 @@ class Shape:
         return (pool - self.loader_registers * LOADER_WARPS) // (self.consumers * CONSUMER_WARPS)
 
     @property
+    def part_keys(self) -> int:
+        """Row blocks of K keys are done first in sqrt(K / part_keys) parts: N parts take 1 / N of the time of the keys, and N times that
+        of merging one. The numbers are where each power of two began to pay on an H200; wider states take longer to merge.
+        """
+        return 32 if self.variant.block_v <= 64 else 48
+
+    @property
+    def least_cut_keys(self) -> int:
+        """Keys of a row block from which it may be cut: of fewer, a cut costs more than it saves."""
+        return 768 if self.variant.block_v <= 64 else 1024
+
+    @property
     def registers(self) -> int:
         """Registers of a program."""
         return self.variant.tunable("maxnreg", 0) * self.total_warps * 32
@@ -136,7 +147,8 @@ class Shape:
             "itemsize": g.itemsize,
             "cuts_keys": self.variant.cuts_keys,
             "item_fields": 11 if self.variant.cuts_keys else 8,
-            "log2_min_part_tiles": (MIN_PART_KEYS // self.variant.config.tile_n).bit_length() - 1,
+            "part_keys": self.part_keys,
+            "least_cut_tiles": self.least_cut_keys // self.variant.config.tile_n,
             "state_words": sizes.prefill_state_words(self.variant.geometry.v_dim),
             "tickets": sizes.TICKETS,
         }

@@ -25,8 +25,8 @@ from specgen.target import Target, load_targets
 from specgen.toolchain import ptxas_versions, triton_version
 from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, to_json, tuning_folder
 from specgen.tuning.grid import STEP, grid, held_out
-from specgen.tuning.records import Launch, attention_part, kernel_digest
-from specgen.tuning.space import ORIGIN, families, sample, space
+from specgen.tuning.records import ORIGIN, Launch, attention_part, kernel_digest
+from specgen.tuning.space import families, sample, space
 from specgen.variant import Geometry, Variant
 from specgen.wheel import build_launcher
 from specgen.write import refuse_place, replacing, write_tree

@@ -65,6 +65,11 @@ class Geometry:
         return self.query_heads // self.kv_heads
 
     @property
+    def packed_heads(self) -> int:
+        """Query heads of one key/value head that a row block of prefill_ws holds: the largest power of two in the group, at most 16."""
+        return min(self.group & -self.group, 16)
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element of queries, keys, values and outputs."""
         return DTYPES[self.dtype].itemsize
@@ -225,8 +230,8 @@ class Variant:
 
     @property
     def packed_heads(self) -> int:
-        """Query heads of one key/value head in a row block: the largest power of two that divides the group, at most 16."""
-        return min(self.geometry.group & -self.geometry.group, 16)
+        """Query heads of one key/value head in a row block."""
+        return self.geometry.packed_heads
 
     @property
     def qk_tiles(self) -> tuple[int, ...]:

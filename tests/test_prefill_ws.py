@@ -103,14 +103,14 @@ RUNS = {
 }
 SPLITS = {
     "split": Run({}, programs=12, config=SPLIT),
-    "split_chunk_float16": Run({"chunk": 700, "dtype": "float16", "query_heads": 7}, programs=90, config=SPLIT | {"tile_n": 128}),
-    "split_dim_128_window_sinks": Run(WIDE | {"query_heads": 4, "sliding_window": 700, "sinks": True}, 0, programs=20, config=SPLIT),
+    "split_chunk_float16": Run({"chunk": 950, "dtype": "float16", "query_heads": 7}, programs=90, config=SPLIT | {"tile_n": 128}),
+    "split_dim_128_window_sinks": Run(WIDE | {"query_heads": 4, "sliding_window": 1100, "sinks": True}, 0, programs=20, config=SPLIT),
     "split_bidirectional_loaders": Run({"mask": "bidirectional"}, programs=12, config=SPLIT | TWO_LOADERS_SPLIT),
 }
 # (query rows, keys before them): aligned and unaligned ends, chunks, sequences of decode, without rows, without keys.
 BATCH = Batch("mixed", ((128, 0), (9, 31), (8, 42), (0, 5), (70, 200), (10, -10), (12, -7), (33, 350)))
 # Of 12 programs the first sequence's row block gets four, each of the third's two.
-FEW = Batch("few", ((9, 1500), (3, 40), (20, 600), (33, 0)))
+FEW = Batch("few", ((9, 1500), (3, 40), (20, 900), (33, 0)))
 MANY = Batch("many", tuple((random.Random(i).choice((0, 3, 9, 20)), random.Random(i).randrange(40)) for i in range(40)))
 
 

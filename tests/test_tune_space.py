@@ -14,8 +14,8 @@ from specgen.spec import Limits
 from specgen.target import load_targets
 from specgen.tuning import candidates, grid, space
 from specgen.tuning.bundle import Bundle, Candidate, Group
-from specgen.tuning.problems import Entry, best_times, joint_problem, ranked, score, single_problems
-from specgen.tuning.records import Launch, Schedule
+from specgen.tuning.problems import Entry, best_times, joint_problem, ranked, score, single_problems, together
+from specgen.tuning.records import ORIGIN, Launch, Schedule
 from specgen.tuning.search import SMALL, Grid, open_search
 from specgen.tuning.trial import Kernels
 from specgen.variant import GLUON_FAMILIES, FAMILIES, Config, Geometry
@@ -217,7 +217,7 @@ def test_held_out_batches_are_drawn_within_the_limits_and_none_of_the_grid():
 def bundle_of(decode=2, prefill=3):
     found = []
     for number in range(max(decode, prefill)):
-        config = Config(16 << number, 64, 4, 3, 2)
+        config = Config(16 << number, 64, 4, 3, 2, (), ORIGIN if number else "a default")
         rows = [("decode", 1), ("decode", 8)] * (number < decode) + [("prefill", 0), ("prefill", 8)] * (number < prefill)
         found += [Candidate(role, Launch(role, config), n, f"{role}{n}_{number}", f"{role}{n}{number}") for role, n in rows]
     found.append(Candidate("decode", Launch("decode", Config(16, 16, 1, 1, 1)), 1, "bad", "bad", "budget", "spills"))
@@ -284,6 +284,20 @@ def test_scores_are_means_of_ratios():
     assert score(b, times, best, "best") == 1.0 and score(c, times, best, "best") == pytest.approx(1.1)
     assert ranked([c, a, b, d], times) == [a, b, c], "those measured on most batches come first"
     assert ranked([d], times) == [d]
+
+
+def test_those_that_meet_are_good_together_not_each_alone():
+    short, alike, long, slow = entries_of(4)
+    times = {
+        short.kernels: {"a": 10.0, "b": 10.0, "c": 30.0},
+        alike.kernels: {"a": 10.1, "b": 10.1, "c": 31.0},
+        long.kernels: {"a": 30.0, "b": 30.0, "c": 10.0},
+        slow.kernels: {"a": 40.0},
+    }
+    entries = [slow, alike, long, short]
+    assert together(entries, times, 2) == [short, long] and ranked(entries, times)[:2] == [short, alike]
+    assert together(entries, times, 9) == [short, long, alike, slow]
+    assert together(entries, {}, 3) == [slow, alike, long], "as they come, without times"
 
 
 # Searches

@@ -12,7 +12,14 @@ from measurements import GEOMETRY, H200, SETTING, both, failure, measurement, ro
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 from specgen.target import load_targets
-from specgen.tuning.choose import ALONE_KEYS, ALONE_KEYS_OF_MANY, ALONE_KEYS_SPREAD, MANY_SEQS, choose, replaces
+from specgen.tuning.choose import (
+    ALONE_KEYS,
+    ALONE_KEYS_OF_MANY,
+    ALONE_KEYS_SPREAD,
+    MANY_SEQS,
+    choose,
+    replaces,
+)
 from specgen.tuning.records import Gpu, Launch, Schedule
 from specgen.tuning.relatives import identify, nearest
 from specgen.tuning.tree import MAX_LEAVES, boxes, decide
@@ -116,11 +123,23 @@ def test_query_lengths_without_measurements_keep_the_default_and_say_so():
     assert decide(choice.tree, Bounds(2, 1, 2, 512)).evidence == "default: nothing measured here on NVIDIA H200"
 
 
+def test_rows_that_need_a_second_row_block_are_a_part_of_their_own():
+    """Of 4 query heads a key/value head, 16 rows are 4 tokens: what is measured of 4 says nothing of 5, and the other way."""
+    short = decode_times({rows(64, 8): lambda s, k: 100.0, rows(16, 8): lambda s, k: 50.0, rows(32, 8): lambda s, k: 80.0}, query_len=4)
+    choice = chosen(short)
+    for length, schedule in ((2, rows(16, 8)), (4, rows(16, 8)), (5, rows(64, 8)), (8, rows(64, 8))):
+        assert decide(choice.tree, Bounds(length, 1, length, 512)).schedule == schedule
+    long = decode_times({rows(64, 8): lambda s, k: 100.0, rows(16, 8): lambda s, k: 90.0, rows(32, 8): lambda s, k: 40.0}, query_len=5)
+    choice = chosen([*short, *long])
+    for length, schedule in ((2, rows(16, 8)), (4, rows(16, 8)), (5, rows(32, 8)), (8, rows(32, 8))):
+        assert decide(choice.tree, Bounds(length, 1, length, 512)).schedule == schedule
+
+
 def test_decode_alone_stays_within_its_rows():
-    """Decode for four rows is the fastest of all, and illegal for the calls of up to eight rows that share its part."""
-    times = {rows(64, 8): lambda s, k: 100.0, rows(16, 4): lambda s, k: 10.0, rows(32, 8): lambda s, k: 90.0}
-    choice = chosen(decode_times(times, query_len=4))
-    assert decide(choice.tree, Bounds(4, 8, 32, 2048)).schedule == rows(32, 8)
+    """Decode for six rows is the fastest of all, and illegal for the calls of up to eight rows that share its part."""
+    times = {rows(64, 8): lambda s, k: 100.0, rows(16, 6): lambda s, k: 10.0, rows(32, 8): lambda s, k: 90.0}
+    choice = chosen(decode_times(times, query_len=6))
+    assert decide(choice.tree, Bounds(6, 8, 48, 2048)).schedule == rows(32, 8)
     for box in boxes(choice.tree, LIMITS):
         assert box.leaf.schedule.legal(box.high.query_len)
 
@@ -152,6 +171,19 @@ def test_long_caches_may_be_left_to_a_prefill_that_cuts_them_and_reads_them_once
     for keys in (ALONE_KEYS + 1, ALONE_KEYS_SPREAD):
         assert decide(tree, Bounds(256, 8, 2048, keys)).schedule == (alone if served else both(64, 64)), keys
     assert decide(tree, Bounds(256, 8, 2048, ALONE_KEYS_SPREAD + 1)).schedule == both(64, 64), "too long for what a batch leaves"
+
+
+def test_workloads_on_which_the_best_may_be_missing_are_not_fitted_to():
+    """A sweep that ended early: of long caches the default and the other decode were left out, and prefill alone, which is far faster
+    there, may not serve; of one batch nothing but the slowest was measured."""
+    alone, slow = Schedule(None, both(64, 64).prefill, 0), both(16, 64)
+    usual = {both(64, 64): lambda s, k: 100.0, both(32, 64): lambda s, k: 95.0, slow: lambda s, k: 120.0, alone: lambda s, k: 60.0}
+    found = [m for m in decode_times(usual, query_len=256) if m.seqs[0][1] < 32768 or m.schedule in (slow, alone)]
+    tree = chosen(found).tree
+    assert decide(tree, Bounds(256, 8, 2048, 8192)).schedule == both(32, 64)
+    assert decide(tree, Bounds(256, 8, 2048, 32768)).schedule == both(32, 64), "not the slow one, which alone was measured there"
+    lone = measurement(batch(2, 700, 256), slow, 300.0, name="cut off")
+    assert decide(chosen([*found, lone]).tree, Bounds(256, 2, 512, 700)).schedule == alone
 
 
 def test_schedules_that_do_not_fit_are_left_out():

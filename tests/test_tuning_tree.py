@@ -11,7 +11,8 @@ from measurements import both, failure, measurement, rows, table
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 from specgen.tuning.cover import _greedy, cover
-from specgen.tuning.matrix import UNMEASURED, is_faster, tabulate
+from specgen.tuning.matrix import is_faster, tabulate
+from specgen.tuning.records import UNMEASURED
 from specgen.tuning.regret import regret
 from specgen.tuning.tree import Leaf, Split, boxes, clip, decide, domain, fit, leaves, merge, replace_leaves
 
@@ -151,6 +152,16 @@ def test_a_leaf_must_save_enough():
     costs = [[0.0, 0.003], [0.003, 0.0]]
     assert fit(points(1, 100), [1, 1], costs, min_gain=0.002) == Leaf(0, (0, 1))
     assert isinstance(fit(points(1, 100), [1, 1], costs, min_gain=0.001), Split)
+
+
+def test_a_leaf_holds_so_many_points():
+    """One point of six that is far better off elsewhere stays with its neighbours; three of them do not."""
+    lone = [[0, 1]] * 5 + [[9, 0]]
+    assert leaves(fit(points(1, 2, 3, 4, 5, 6), [1] * 6, lone, min_points=2))[-1] == Leaf(1, (4, 5))
+    assert fit(points(1, 2, 3, 4, 5, 6), [1] * 6, lone, min_points=4) == Leaf(1, (0, 1, 2, 3, 4, 5))
+    half = [[0, 1]] * 3 + [[1, 0]] * 3
+    assert fit(points(1, 2, 3, 4, 5, 6), [1] * 6, half, min_points=3) == Split("keys", 3, Leaf(0, (0, 1, 2)), Leaf(1, (3, 4, 5)))
+    assert fit(points(1, 1, 1, 6), [1] * 4, [[0, 1]] * 3 + [[1, 0]], min_points=2) == Leaf(0, (0, 1, 2, 3)), "different points"
 
 
 def test_the_most_saving_split_comes_first_and_leaves_are_bounded():

@@ -16,7 +16,7 @@ from pathlib import Path
 from specgen import json_text
 from specgen.bench.workloads import parse
 from specgen.errors import SpecError, SpecgenError, one_line, shown
-from specgen.tuning.records import Launch, build
+from specgen.tuning.records import ORIGIN, Launch, build
 from specgen.variant import Config, Geometry
 
 FILE = "trials.json"
@@ -34,6 +34,11 @@ class Candidate:
     digest: str
     status: str = "ok"
     detail: str = ""
+
+    @property
+    def untuned(self) -> bool:
+        """Whether the product launches it without measurements."""
+        return self.launch.config.origin != ORIGIN
 
 
 @dataclass(frozen=True)

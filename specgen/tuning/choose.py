@@ -1,14 +1,15 @@
 """Measurements -> the decision tree of one dispatch group, with its evidence and its regret. Pure; imports the parts of tuning.
 
-The range of query lengths is cut where decode's bounds lie, and where decode and prefill share a call also by whether there are
-several or many sequences, and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule
+The range of query lengths is cut where decode's bounds and its first full row block lie, and where decode and prefill share a call also
+by whether there are several or many sequences, and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule
 takes the place of the default only where that makes no measured workload slower beyond noise and one of them faster.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import inf, log
+from statistics import median
 
 from specgen.runtime.table import Bounds
 from specgen.spec import Limits
@@ -20,14 +21,14 @@ from specgen.tuning.records import Gpu, Measurement, Schedule, attention_part
 from specgen.tuning.regret import Regret, regret
 from specgen.tuning.relatives import alone, nearest
 from specgen.tuning.tree import MAX_LEAVES, Leaf, Split, clip, decide, domain, fit, leaves, merge, replace_leaves
-from specgen.variant import Geometry, Variant
+from specgen.variant import Geometry
 
 # A workload counts once as it was measured, and this much for calls that give no bound on keys.
 UNBOUNDED_WEIGHT = 0.25
 # Sequences, and keys above which as many or fewer, and above which more, are never left to prefill alone. Bounds do not tell
 # whose cache is the longest: if it is that of a single row, prefill alone takes several times as long, and decode launched in
-# vain little: docs/tuning.md has the table. The last is for a prefill that spreads a cache over the GPU, of which a batch leaves
-# less the more it holds.
+# vain little: docs/tuning.md has the table. The last is for a prefill that cuts a cache and so spreads it over the GPU, of which a
+# batch leaves less the more it holds, and that reads it once, for all heads of a group.
 MANY_SEQS = 32
 ALONE_KEYS = 2048
 ALONE_KEYS_OF_MANY = 512
@@ -35,6 +36,11 @@ ALONE_KEYS_SPREAD = 8192
 # Query rows of several sequences, up to which prefill cuts keys where their caches may be long: uncut, one row block of such a cache
 # takes as long as all others together, or longer. It holds where what is launched without measurements cuts keys, too.
 FEW_TOKENS = 1024
+# Rows of the smallest row block of a decode, those of a matrix product.
+DECODE_ROWS = 16
+# Of the usual number of measured schedules, and how near the best, for a workload to be fitted to.
+LEAST_SHARE = 0.5
+NEAR = 1.05
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
 _WORST_COST = 0.2
@@ -42,6 +48,10 @@ _WORSE_THAN_DEFAULT = 1000.0
 # The noise-free logarithm breaks ties between schedules that noise does not tell apart.
 _TIE = 0.01
 FOLDS = 5
+# Different points of a leaf at least, where there are so many points for each of them: from one alone a leaf learns what may be all
+# wrong beside it. Of 1 to 6 tried, 4 had the least regret on workloads left out.
+MIN_POINTS = 4
+POINTS_FOR_EACH = 25
 
 
 @dataclass(frozen=True)
@@ -83,12 +93,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of query lengths with the default schedule there, and which schedules spread the cache of a single row."""
+    """A range of query lengths with the default schedule there, and up to how many keys a prefill that cuts them needs no decode."""
 
     low: int
     high: int
     default: Schedule
-    spreads: Callable[[Schedule], bool]
+    spread_keys: int
 
 
 def choose(
@@ -117,7 +127,7 @@ def choose(
     ValueError for defaults that leave a call without a schedule.
     """
     shape = attention_part(geometry)
-    parts = _parts(defaults, limits, lambda schedule: _spreads(schedule, shape))
+    parts = _parts(defaults, limits, ALONE_KEYS_SPREAD if shape.packed_heads == shape.group else 0)
     own = [m for m in measurements if m.setting.geometry == shape and m.setting.aligned == aligned]
     relative = nearest(targets[0], {m.setting.gpu for m in own}, known)
     if relative is None or refused:
@@ -125,6 +135,7 @@ def choose(
         tree = _joined(parts, [Decision(part.default, reason) for part in parts])
         warnings = () if refused else tuple(alone(target, aligned) for target in targets)
         return Choice(clip(tree, limits), None, None, warnings, None, None, None)
+    parts = _cut(parts, shape.group)
     model = _model(relative.gpu)
     matrix = tabulate(
         (m for m in own if _model(m.setting.gpu) == model), also=[schedule for _, schedule in defaults]
@@ -162,31 +173,38 @@ def replaces(matrix: Matrix, new: int, old: int, workloads: Iterable[int]) -> bo
     return gains
 
 
-def _spreads(schedule: Schedule, geometry: Geometry) -> bool:
-    """Whether a single row behind a long cache gets many programs: by a decode, or by a prefill that cuts keys and reads them once,
-    for all heads of the group."""
-    if schedule.decode is not None:
-        return True
-    variant = Variant(schedule.prefill.family, geometry, schedule.prefill.config, True, 1, 0)
-    return variant.cuts_keys and variant.packed_heads == geometry.group
+def _decodes(schedule: Schedule) -> bool:
+    return schedule.decode is not None
 
 
 def _cuts(schedule: Schedule) -> bool:
     return schedule.prefill is not None and schedule.prefill.config.cuts
 
 
-def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits, spreads: Callable[[Schedule], bool]) -> list[_Part]:
+def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits, spread_keys: int) -> list[_Part]:
     parts, low = [], 1
     for bound, schedule in defaults:
         if not schedule.legal(bound):
             raise ValueError(f"default {schedule.label!r} cannot serve {bound} query rows per sequence")
         if bound < low:
             raise ValueError(f"defaults: needs rising bounds, got {bound} after {low - 1}")
-        parts.append(_Part(low, bound, schedule, spreads))
+        parts.append(_Part(low, bound, schedule, spread_keys))
         low = bound + 1
     if low <= limits.max_tokens:
         raise ValueError(f"defaults: end at {low - 1} query rows per sequence, limits.max_tokens is {limits.max_tokens}")
     return parts
+
+
+def _cut(parts: Sequence[_Part], group: int) -> list[_Part]:
+    """The parts with one of its own for as many rows as one row block of a decode holds: two row blocks take twice as long."""
+    bound = DECODE_ROWS // group
+    found = []
+    for part in parts:
+        if part.low <= bound < part.high and part.default.prefill is None:
+            found += [replace(part, high=bound), replace(part, low=bound + 1)]
+        else:
+            found.append(part)
+    return found
 
 
 def _joined(parts: Sequence[_Part], trees: Sequence[object]) -> object:
@@ -235,12 +253,11 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
             few = within(above, up_to, lambda schedule: allowed(schedule) and _cuts(schedule), tokens=FEW_TOKENS)
             return Split("tokens", FEW_TOKENS, few, within(above, up_to, allowed, fewest=FEW_TOKENS))
 
+        spread = max(keys, part.spread_keys)
         short = within(0, keys, lambda schedule: True)
-        if not any(part.spreads(schedule) and schedule.decode is None for schedule in matrix.schedules):
-            return Split("keys", keys, short, long_caches(keys, inf, part.spreads))
-        middle = long_caches(keys, ALONE_KEYS_SPREAD, part.spreads)
-        long = long_caches(ALONE_KEYS_SPREAD, inf, lambda schedule: schedule.decode is not None)
-        return Split("keys", keys, short, Split("keys", ALONE_KEYS_SPREAD, middle, long))
+        middle = long_caches(keys, spread, lambda schedule: _decodes(schedule) or _cuts(schedule))
+        long = long_caches(spread, inf, _decodes)
+        return Split("keys", keys, short, Split("keys", spread, middle, long))
 
     one = fitted(lambda bounds: bounds.seqs == 1)
     several = Split("seqs", MANY_SEQS, guarded(2, MANY_SEQS, ALONE_KEYS), guarded(MANY_SEQS + 1, inf, ALONE_KEYS_OF_MANY))
@@ -252,7 +269,7 @@ def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, toleranc
     default = matrix.schedules.index(part.default)
     legal = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high) and allowed(schedule)]
     rows = [w for w in rows if part.low <= matrix.workloads[w].bounds.query_len <= part.high]
-    bounds = {w: matrix.workloads[w].bounds for w in rows if any(matrix.cells[w][s] for s in legal)}
+    bounds = {w: matrix.workloads[w].bounds for w in _telling(matrix, rows, legal, default)}
     # The same workloads again, as a call looks that gives no bound on keys: they pull, but promise nothing.
     unbound = {w: each._replace(keys=limits.max_seq_len) for w, each in bounds.items()}
     measured = [w for w in bounds if inside(bounds[w])]
@@ -269,7 +286,7 @@ def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, toleranc
     charged = [[row[s] for s in columns] for row in [*(costs[places[w]] for w in measured), *losses]]
     points = [*(bounds[w] for w in measured), *(unbound[w] for w in pulling)]
     behind = [*measured, *pulling]  # the workload of each point
-    grown = fit(points, weights, charged, max_leaves=max_leaves)
+    grown = fit(points, weights, charged, max_leaves=max_leaves, min_points=min(MIN_POINTS, 1 + len(points) // POINTS_FOR_EACH))
 
     def settled(leaf: Leaf) -> Leaf:
         """The cheapest column that may take the place of the default, over the workloads measured there if there are any."""
@@ -280,6 +297,19 @@ def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, toleranc
         return Leaf(next(s for s in ranked if s == default or replaces(matrix, s, default, workloads)), workloads)
 
     return merge(replace_leaves(grown, settled), _same)
+
+
+def _telling(matrix: Matrix, rows: Sequence[int], legal: Sequence[int], default: int) -> list[int]:
+    """The workloads that tell which of these columns is best. On others a sweep that did not end may have left out the best: few
+    columns were measured there, beside what is usual, or not the default, and none that comes near the best of all columns."""
+    measured = {w: [s for s in legal if matrix.cells[w][s]] for w in rows}
+    usual = median(map(len, measured.values())) if measured else 0
+
+    def tells(w: int) -> bool:
+        near = any(matrix.slowdowns[w][s] <= NEAR for s in measured[w])
+        return len(measured[w]) >= max(1, LEAST_SHARE * usual) and (default in measured[w] or near)
+
+    return [w for w in rows if tells(w)]
 
 
 def _same(low: Leaf, high: Leaf) -> Leaf | None:

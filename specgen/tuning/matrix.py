@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from specgen.runtime.table import Bounds
 from specgen.tuning.current import Blocklist, latest
-from specgen.tuning.records import Measurement, Schedule
+from specgen.tuning.records import UNMEASURED, Measurement, Schedule
 
-# How much slower than the best a schedule counts on a workload that it was not measured on: never assumed to be good.
-UNMEASURED = 4.0
 
 
 class Cell(NamedTuple):

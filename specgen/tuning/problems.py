@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import exp, log
+from math import exp, inf, log
 
 from specgen.bench.workloads import Workload
 from specgen.tuning.bundle import Bundle, Candidate, Group
-from specgen.tuning.records import Schedule
+from specgen.tuning.records import UNMEASURED, Schedule
 from specgen.tuning.trial import Kernels
 
 OBJECTIVES = ("mean", "best")
@@ -56,19 +56,42 @@ def joint_problem(bundle: Bundle, group: Group, workloads: Sequence[Workload], t
     """The problem of batches that have longer sequences than decode takes: decode and prefill together, or prefill alone.
 
     The launches of a schedule run one after another, so that only the best of each role need meet: by the `times` of the
-    problems above, KEPT of each, and every decode that leaves multiprocessors to a prefill beside it. None where the bundle
-    lacks a role, or no batch is mixed.
+    problems above KEPT of each that together lose least; what is launched without measurements, and every decode that leaves
+    multiprocessors to a prefill beside it. None where the bundle lacks a role, or no batch is mixed.
     """
     most = bundle.query_lens[-1]
     decode, alone = group.of("decode", most), group.of("prefill", 0)
     behind = {c.launch: c for c in group.of("prefill", most)}
-    best = ranked([_entry(c) for c in alone], times)[:KEPT]
-    rows = [c.launch for c in alone[:1]] + [entry.schedule.prefill for entry in best]
+    best = together([_entry(c) for c in alone], times)
+    rows = [c.launch for c in alone if c.untuned] + [entry.schedule.prefill for entry in best]
     prefill = [behind[launch] for launch in dict.fromkeys(rows) if launch in behind]
-    kept = {entry.schedule.decode for entry in ranked([_entry(c, most) for c in decode], times)[:KEPT]}
-    chosen = [c for place, c in enumerate(decode) if place == 0 or c.launch in kept or c.launch.config.shares]
+    kept = {entry.schedule.decode for entry in together([_entry(c, most) for c in decode], times)}
+    chosen = [c for c in decode if c.untuned or c.launch in kept or c.launch.config.shares]
     entries = [_pair(d, p, most) for d, p in product(chosen, prefill)]
     return _posed(group, [("decode and prefill", entries and entries + best, [w for w in workloads if w.query_len > most])])
+
+
+def together(entries: Sequence[Entry], times: Times, most: int = KEPT) -> list[Entry]:
+    """At most so many entries: the best, then always the one with which the best of all is lowest, in the mean over the batches.
+
+    The best few by their own means are alike: on an H200 all were for the short prompts that most batches are.
+    """
+    left = ranked(entries, times)
+    best = best_times(entries, times)
+    reached = dict.fromkeys(best, UNMEASURED)  # by the chosen: their best ratio on each batch
+
+    def ratio(entry: Entry, batch: str) -> float:
+        return times.get(entry.kernels, {}).get(batch, inf) / best[batch]
+
+    def lost(entry: Entry) -> float:
+        return round(sum(log(min(reached[batch], ratio(entry, batch))) for batch in best), 9)
+
+    chosen: list[Entry] = []
+    while left and len(chosen) < most:
+        chosen.append(min(left, key=lost) if chosen else left[0])
+        left.remove(chosen[-1])
+        reached = {batch: min(known, ratio(chosen[-1], batch)) for batch, known in reached.items()}
+    return chosen
 
 
 def ranked(entries: Sequence[Entry], times: Times) -> list[Entry]:

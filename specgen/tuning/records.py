@@ -26,6 +26,9 @@ from specgen.variant import Config, Geometry
 STATUSES = ("ok", "compile", "budget", "wrong", "crash", "hang")
 WITHOUT_BATCH = ("compile", "budget")
 ROLES = ("decode", "prefill")  # in the order of Schedule.launches
+# How much slower than the best a schedule counts on a workload that it was not measured on: never assumed to be good.
+UNMEASURED = 4.0
+ORIGIN = "a candidate of `specgen tune`"  # of a configuration that no default chose
 # Fields of a Geometry that no attention kernel reads: append_kv rotates.
 _NOT_READ = {"rotary_dim": None, "rotary_style": None}
 # By hand: the standard tokenizer takes 90 ms for a kernel, and other versions of Python see other tokens in a string.

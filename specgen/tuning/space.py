@@ -14,10 +14,10 @@ from specgen.runtime.arguments import ROLES
 from specgen.spec import Limits
 from specgen.target import Target
 from specgen.tuning import candidates, holds
+from specgen.tuning.records import ORIGIN
 from specgen.variant import GLUON_FAMILIES, Config, Geometry, Variant, next_power_of_two
 
 _FILE = Path(__file__).with_name("space.yaml")
-ORIGIN = "a candidate of `specgen tune`"
 # 32-bit registers of a thread at most: CUDA C++ Programming Guide, compute capabilities 3.5 and later; CDNA ISA guides.
 _THREAD_REGISTERS = {"nvidia": 255, "amd": 512}
 

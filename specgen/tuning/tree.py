@@ -125,23 +125,26 @@ def fit(
     *,
     max_leaves: int = MAX_LEAVES,
     min_gain: float = MIN_GAIN,
+    min_points: int = 1,
 ) -> object:
     """A tree of Leaf objects with a low weighted sum of costs[point][column of the point's leaf].
 
-    Each leaf must save `min_gain` of the sum of weights: the tree with the least cost and price of leaves together is found. Of
+    Each leaf holds `min_points` different points at least, and must save `min_gain` of the sum of weights: the tree with the least cost and price of leaves together is found. Of
     one with more than `max_leaves` those splits go that save least for each of their leaves ("weakest link": Breiman et al.,
     Classification and Regression Trees, 1984). The most saving splits are tried first, and when _MAX_REGIONS were
     weighed only those; of a feature with many values _MAX_CUTS are tried. Thresholds fall on the geometric mean between
     neighbouring values, rounded down. Of columns that cost the same the first is taken, of splits that save the same the first
     feature and the lowest threshold. Needs at least one point and one column.
     """
-    return _Search(points, weights, costs, min_gain * sum(weights)).tree(max_leaves)
+    return _Search(points, weights, costs, min_gain * sum(weights), min_points).tree(max_leaves)
 
 
 class _Search:
     """Regions are bit masks over the distinct points; what a region costs as a leaf is worked out once."""
 
-    def __init__(self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]], price: float):
+    def __init__(
+        self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]], price: float, min_points: int
+    ):
         self.alike: dict[Bounds, list[int]] = {}
         for i, point in enumerate(points):
             self.alike.setdefault(point, []).append(i)
@@ -152,6 +155,7 @@ class _Search:
         self._leaves: dict[int, tuple[float, int, float]] = {}
         self._best: dict[int, tuple[float, tuple[int, int] | None]] = {}
         self._price = price  # of a leaf
+        self._min_points = min_points
 
     def tree(self, max_leaves: int) -> object:
         """The cheapest tree, pruned to so many leaves."""
@@ -215,7 +219,7 @@ class _Search:
         found: dict[int, tuple] = {}
         for order, (feature, mask) in enumerate(self.cuts):
             low = region & mask
-            if low not in (0, region) and low not in found:
+            if min(low.bit_count(), (region & ~low).bit_count()) >= self._min_points and low not in found:
                 cost = round(self._leaf(low)[0] + self._leaf(region & ~low)[0], 9)
                 found[low] = (cost, order, feature, low)
         return [(feature, low) for *_, feature, low in sorted(found.values())]

@@ -1,6 +1,6 @@
 """Small calls of installed packages under NVIDIA's compute-sanitizer: memory, shared memory, barriers, initialisation.
 
-    python tests/gpu/sanitize.py [--sanitizer PATH] [--tools memcheck,racecheck] PACKAGE ...
+    python tests/gpu/sanitize.py [--sanitizer PATH] [--tools memcheck,racecheck] [--kernels decode] PACKAGE ...
 
 PATH is the program itself (default: compute-sanitizer of $PATH), which the wheel nvidia-cuda-sanitizer-api 13.5.25 holds in
 nvidia/cu13/compute-sanitizer (that of 13.0.85 lacks TreeLauncherSubreaper, and starts nothing). Prints a line for each package and tool: calls, errors, seconds, verdict; then what was found. Exit status 1
@@ -121,9 +121,11 @@ class Calls:
         return moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def sanitize(sanitizer: str, tool: str, package: str) -> tuple[str, list[str]]:
-    """(the line, what was found) of one package under one tool."""
+def sanitize(sanitizer: str, tool: str, package: str, kernels: str) -> tuple[str, list[str]]:
+    """(the line, what was found) of one package under one tool, in kernels with `kernels` in their names."""
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "application-only", *TOOLS[tool]]
+    if kernels:
+        options += ["--kernel-name", f"kernel_substring={kernels}"]
     ours = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "SPECGEN_NO_JIT": "1", "OMP_NUM_THREADS": "2"}
     command = [sanitizer, *options, sys.executable, str(Path(__file__).resolve()), "--calls", package]
     begun = time.monotonic()
@@ -156,6 +158,7 @@ def main() -> int:
     parser.add_argument("packages", nargs="+", metavar="PACKAGE", help="import names of installed packages")
     parser.add_argument("--sanitizer", default="compute-sanitizer", metavar="PATH", help="the program (that of $PATH)")
     parser.add_argument("--tools", default=",".join(TOOLS), help=f"of {', '.join(TOOLS)}, by commas (all)")
+    parser.add_argument("--kernels", default="", metavar="TEXT", help="watch kernels with TEXT in their names (all)")
     parser.add_argument("--calls", action="store_true", help="make the calls in this process, under no tool")
     options = parser.parse_args()
     if options.calls:
@@ -171,7 +174,7 @@ def main() -> int:
     unclean: list[str] = []
     for package in options.packages:
         for tool in tools:
-            line, found = sanitize(options.sanitizer, tool, package)
+            line, found = sanitize(options.sanitizer, tool, package, options.kernels)
             print(line, flush=True)
             unclean += found
     print(*unclean, sep="\n")

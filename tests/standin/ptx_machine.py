@@ -291,9 +291,9 @@ class _Parser:
         _, kind, names = text.split(maxsplit=2)
         kind = _WIDTHS.get(kind[1:]) or _WIDTHS["b" + kind[2:]]
         for name in names.split(","):
-            many = re.match(r"(%\w+)<(\d+)>", name.strip())
-            each = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [self._local(name.strip(), define=True)]
-            for register in each:
+            many = re.match(r"(%?\w+)<(\d+)>", name.strip())
+            each = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name.strip()]
+            for register in (one if one.startswith("%") else self._local(one, define=True) for one in each):
                 self.registers[register] = len(self.kinds)
                 self.kinds.append(kind)
 

@@ -243,20 +243,26 @@ def _anything(num_seqs, lengths):
 
 
 @gluon.jit
+def _say(words, index, word):
+    # A place for each lane: the one that is read is written by the lane that arrives at the barrier.
+    words.index(index).store(gl.full([32], word, gl.int32, IDS))
+
+
+@gluon.jit
 def _tell(message, share, gap, grain, end, seq, seq_start):
     words, told = message
-    words.index(0).store(gl.full([1], share, gl.int32, IDS))
-    words.index(1).store(gl.full([1], gap, gl.int32, IDS))
-    words.index(2).store(gl.full([1], grain, gl.int32, IDS))
-    words.index(3).store(gl.full([1], end, gl.int32, IDS))
-    words.index(4).store(gl.full([1], seq, gl.int32, IDS))
-    words.index(5).store(gl.full([1], seq_start, gl.int32, IDS))
+    _say(words, 0, share)
+    _say(words, 1, gap)
+    _say(words, 2, grain)
+    _say(words, 3, end)
+    _say(words, 4, seq)
+    _say(words, 5, seq_start)
     mbarrier.arrive(told.index(0))
 
 
 @gluon.jit
 def _word(words, index):
-    return gl.max(words.index(index).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    return gl.max(words.index(index).slice(0, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
@@ -681,7 +687,7 @@ def decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50(
     v_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
     ring = (k_tiles, v_tiles, k_full, v_full, empty)
-    words = gl.allocate_shared_memory(gl.int32, [6, 1], WORDS)
+    words = gl.allocate_shared_memory(gl.int32, [6, 32], WORDS)
     told = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIERS)
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(k_full.index(stage), count=1)

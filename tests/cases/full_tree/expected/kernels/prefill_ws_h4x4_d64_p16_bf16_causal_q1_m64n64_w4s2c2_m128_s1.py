@@ -14,7 +14,7 @@ Registers: 128 a thread at launch, then 216 for consumers and 40 for loaders. Sh
 tile(s), 2 tiles of keys and 2 of values, and what the rows pass through on their way out.
 
 Launch: a constant grid of multiprocessors x 2, 8 warps, 2 stages; a binary only.
-Tuning: H200, Triton 3.7.1, 32/8 heads of 128: 8 prompts of 512 rows in 51 us, 68 with tiles of 128; 32 rows behind 16k keys in 42 us, 156 uncut (specgen/tuning/data).
+Tuning: H200, Triton 3.7.1, 32/8 heads of 128: 8 prompts of 512 rows in 51 us, 68 with tiles of 128; 32 rows behind 16k keys in 41 us, 156 uncut (specgen/tuning/data).
 Alignment: pointers of 16 bytes and strides of 16 bytes are promised by the dispatch row.
 
 """
@@ -92,7 +92,11 @@ CUT_OCTAVES: gl.constexpr = gl.constexpr(
     256
 )  # by which octaves of row blocks that are cut lie above the others: more than a float32 has
 
-LOG2_MIN_PART_TILES: gl.constexpr = gl.constexpr(2)  # of the key tiles worth a part of their own
+PART_KEYS: gl.constexpr = gl.constexpr(
+    32
+)  # a row block of K keys is cut into sqrt(K / PART_KEYS) parts at most: so many are done first
+
+LEAST_CUT_TILES: gl.constexpr = gl.constexpr(12)  # key tiles of a row block from which it may be cut
 
 
 @gluon.jit
@@ -143,12 +147,11 @@ def _rescaled(acc, factors):
 
 
 @gluon.constexpr_function
-def _state_code(COUNT, OPERATION):
+def _state_code(COUNT, OPERATION, names, place):
     WIDTH = min(COUNT, 4)
-    place = 2 * COUNT if OPERATION == "st" else COUNT
     code = ""
     for i in range(0, COUNT, WIDTH):
-        values = "{" + ", ".join(f"${i + j}" for j in range(WIDTH)) + "}"
+        values = "{" + ", ".join(f"{names}{i + j}" for j in range(WIDTH)) + "}"
         at = f"[${place} + {i * 4 * 128}]"
         # .cg: past the L1 cache, which does not see other multiprocessors' stores.
         code += (
@@ -184,7 +187,7 @@ def _places(values, address, COUNT: gl.constexpr):
 @gluon.jit
 def _stored(values, address, COUNT: gl.constexpr):
     return gl.inline_asm_elementwise(
-        _state_code(COUNT, "st"),
+        _state_code(COUNT, "st", "$", 2 * COUNT),
         _state_registers(COUNT, "st"),
         [values, _places(values, address, COUNT)],
         gl.float32,
@@ -196,9 +199,46 @@ def _stored(values, address, COUNT: gl.constexpr):
 @gluon.jit
 def _loaded(values, address, COUNT: gl.constexpr):
     return gl.inline_asm_elementwise(
-        _state_code(COUNT, "ld"),
+        _state_code(COUNT, "ld", "$", COUNT),
         _state_registers(COUNT, "ld"),
         [_places(values, address, COUNT)],
+        gl.float32,
+        is_pure=False,
+        pack=COUNT,
+    )
+
+
+@gluon.constexpr_function
+def _blend_code(COUNT):
+    # All loads are asked for before the first is waited for. Of every four registers two are of one row, two of another.
+    code = "{ .reg .f32 " + f"a<{COUNT}>, b<{COUNT}>; "
+    code += _state_code(COUNT, "ld", "a", 5 * COUNT) + _state_code(COUNT, "ld", "b", 6 * COUNT)
+    for i in range(COUNT):
+        decay, first, second = (f"${part * COUNT + i % 4 // 2 * 2}" for part in (2, 3, 4))
+        code += f"mul.f32 ${i}, ${i}, {decay}; fma.rn.f32 ${i}, a{i}, {first}, ${i}; fma.rn.f32 ${i}, b{i}, {second}, ${i}; "
+    return code + "}"
+
+
+@gluon.constexpr_function
+def _blend_registers(COUNT):
+    return ",".join(["=&f"] * COUNT + [str(i) for i in range(COUNT)] + ["f"] * (3 * COUNT) + ["l"] * (2 * COUNT))
+
+
+@gluon.jit
+def _blended(acc, decay, first_gain, second_gain, first, second):
+    COUNT: gl.constexpr = acc.shape[1] // 2
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return gl.inline_asm_elementwise(
+        _blend_code(COUNT),
+        _blend_registers(COUNT),
+        [
+            acc,
+            gl.convert_layout(decay, rows)[:, None],
+            gl.convert_layout(first_gain, rows)[:, None],
+            gl.convert_layout(second_gain, rows)[:, None],
+            _places(acc, first, COUNT),
+            _places(acc, second, COUNT),
+        ],
         gl.float32,
         is_pure=False,
         pack=COUNT,
@@ -271,9 +311,9 @@ def _parts_of(group, programs_per_tile):
     """
     blocks, octaves = _blocks_of(group)
     tiles = _tiles_of(group)
-    # To merge a part takes a program about half the time that a tile does: of T tiles sqrt(2 T) parts are done first. Of more than
-    # 64, the product with the tiles could pass int32.
-    most = gl.minimum(gl.minimum((_exponent(tiles) + 2) >> 1, 6), _exponent(tiles) - LOG2_MIN_PART_TILES)
+    # Of more than 64 parts, the product with the tiles could pass int32.
+    most = gl.minimum(_exponent(tiles * (TILE_N // 16) // (PART_KEYS // 16)) >> 1, 6)
+    most = gl.where(tiles < LEAST_CUT_TILES, 0, most)
     halvings = gl.maximum(gl.minimum(_exponent(tiles * programs_per_tile), most), 0)
     return blocks << halvings, gl.where((blocks > 0) & (halvings > 0), octaves + CUT_OCTAVES, octaves), halvings
 
@@ -870,22 +910,23 @@ def _keep(acc, row_max, total, CONSUMER: gl.constexpr, item, items, scratch):
 
 @gluon.jit
 def _merge(CONSUMER: gl.constexpr, item, items, scratch):
-    """The states of all parts together."""
+    """The states of all parts together, two at a time, so that one wait is for both."""
     acc = gl.zeros([ROWS, BLOCK_V], gl.float32, _accumulator(BLOCK_V))
     row_max = gl.full([ROWS], NO_KEY, gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
-    for part in range(0, _field(items, item, PARTS)):
-        address = _state_address(_field(items, item, FIRST_PLACE) + part * HEAD_BLOCKS, CONSUMER, scratch)
-        part_max = _loaded(row_max, address, 2)
-        part_total = _loaded(total, address + 8 * THREADS, 2)
-        part_acc = _loaded(acc, address + 16 * THREADS, BLOCK_V // 2)
-        new_max = gl.maximum(row_max, part_max)
+    for part in range(0, _field(items, item, PARTS), 2):  # a power of two, 2 at least
+        first = _state_address(_field(items, item, FIRST_PLACE) + part * HEAD_BLOCKS, CONSUMER, scratch)
+        second = _state_address(_field(items, item, FIRST_PLACE) + (part + 1) * HEAD_BLOCKS, CONSUMER, scratch)
+        first_max = _loaded(row_max, first, 2)
+        second_max = _loaded(row_max, second, 2)
+        first_total = _loaded(total, first + 8 * THREADS, 2)
+        second_total = _loaded(total, second + 8 * THREADS, 2)
+        new_max = gl.maximum(row_max, gl.maximum(first_max, second_max))
         decay = _exp2(row_max - new_max)
-        gain = _exp2(part_max - new_max)
-        total = total * decay + part_total * gain
-        decays = gl.convert_layout(decay, gl.SliceLayout(1, acc.type.layout))
-        gains = gl.convert_layout(gain, gl.SliceLayout(1, acc.type.layout))
-        acc = acc * decays[:, None] + part_acc * gains[:, None]
+        first_gain = _exp2(first_max - new_max)
+        second_gain = _exp2(second_max - new_max)
+        total = total * decay + first_total * first_gain + second_total * second_gain
+        acc = _blended(acc, decay, first_gain, second_gain, first + 16 * THREADS, second + 16 * THREADS)
         row_max = new_max
     return acc, row_max, total
 
