@@ -38,9 +38,10 @@ ALONE_KEYS_SPREAD = 8192
 FEW_TOKENS = 1024
 # Rows of the smallest row block of a decode, those of a matrix product.
 DECODE_ROWS = 16
-# Of the usual number of measured schedules, and how near the best, for a workload to be fitted to.
+# For a workload to be fitted to: the part of the usual number of schedules that were measured on it, and by what factor decode must pay
+# where the default was not.
 LEAST_SHARE = 0.5
-NEAR = 1.05
+AHEAD = 1.05
 # Slowdown that no workload should pass, and what passing it costs beside its logarithm.
 WORST = 1.20
 _WORST_COST = 0.2
@@ -269,7 +270,7 @@ def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, toleranc
     default = matrix.schedules.index(part.default)
     legal = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high) and allowed(schedule)]
     rows = [w for w in rows if part.low <= matrix.workloads[w].bounds.query_len <= part.high]
-    bounds = {w: matrix.workloads[w].bounds for w in _telling(matrix, rows, legal, default)}
+    bounds = {w: matrix.workloads[w].bounds for w in _telling(matrix, rows, part, legal, default)}
     # The same workloads again, as a call looks that gives no bound on keys: they pull, but promise nothing.
     unbound = {w: each._replace(keys=limits.max_seq_len) for w, each in bounds.items()}
     measured = [w for w in bounds if inside(bounds[w])]
@@ -299,15 +300,23 @@ def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, toleranc
     return merge(replace_leaves(grown, settled), _same)
 
 
-def _telling(matrix: Matrix, rows: Sequence[int], legal: Sequence[int], default: int) -> list[int]:
+def _telling(matrix: Matrix, rows: Sequence[int], part: _Part, legal: Sequence[int], default: int) -> list[int]:
     """The workloads that tell which of these columns is best. On others a sweep that did not end may have left out the best: few
-    columns were measured there, beside what is usual, or not the default, and none that comes near the best of all columns."""
+    columns were measured there, beside what is usual; or, where not every prefill may serve alone, the default was not, and
+    no decode beside a prefill is ahead of every prefill alone."""
     measured = {w: [s for s in legal if matrix.cells[w][s]] for w in rows}
     usual = median(map(len, measured.values())) if measured else 0
+    alone = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high) and not _decodes(schedule)]
+
+    def decode_pays(w: int) -> bool:
+        with_decode, without = (
+            min((matrix.slowdowns[w][s] for s in columns if matrix.cells[w][s]), default=inf) for columns in (legal, alone)
+        )
+        return AHEAD * with_decode <= without < inf
 
     def tells(w: int) -> bool:
-        near = any(matrix.slowdowns[w][s] <= NEAR for s in measured[w])
-        return len(measured[w]) >= max(1, LEAST_SHARE * usual) and (default in measured[w] or near)
+        compared = default in measured[w] or set(alone) <= set(legal) or decode_pays(w)
+        return compared and len(measured[w]) >= max(1, LEAST_SHARE * usual)
 
     return [w for w in rows if tells(w)]
 

@@ -529,6 +529,18 @@ class _Parser:
 
         return action
 
+    def _op_stmatrix(self, suffixes, operands):
+        address, reads = self._address(operands[0]), [self._read(part, "u32") for part in _split(operands[1].strip("{} "))]
+
+        def action(block, unit):
+            where = address(block, unit).reshape(-1, 4, 8)[:, : len(reads)]  # [warps, matrices, rows]
+            lanes = np.arange(32)
+            for i, read in enumerate(reads):
+                rows = where[:, i][:, lanes // 4] + 4 * (lanes % 4)
+                _scatter(block.shared, rows.reshape(-1), read(block, unit))
+
+        return action
+
     def _op_selp(self, suffixes, operands):
         kind = suffixes[-1]
         return self._map(operands, [kind, kind, "pred"], lambda a, b, p: np.where(p, a, b))
