@@ -1,8 +1,8 @@
 """Measurements -> the decision tree of one dispatch group, with its evidence and its regret. Pure; imports the parts of tuning.
 
 The range of query lengths is cut where decode's bounds and its first full row block lie, and where decode and prefill share a call also
-by whether there are several or many sequences, and long caches; each part gets a tree of its own over the schedules that are legal in all of it. A schedule
-takes the place of the default only where that makes no measured workload slower beyond noise and one of them faster.
+by whether there are several or many sequences, and long caches; each part gets a tree of its own over the schedules that are legal in
+all of it. A schedule takes the place of the default only where that makes no measured workload slower beyond noise and one of them faster.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -136,7 +136,7 @@ def choose(
         tree = _joined(parts, [Decision(part.default, reason) for part in parts])
         warnings = () if refused else tuple(alone(target, aligned) for target in targets)
         return Choice(clip(tree, limits), None, None, warnings, None, None, None)
-    parts = _cut(parts, shape.group)
+    parts = _by_row_block(parts, shape.group)
     model = _model(relative.gpu)
     matrix = tabulate(
         (m for m in own if _model(m.setting.gpu) == model), also=[schedule for _, schedule in defaults]
@@ -196,7 +196,7 @@ def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits, spread_keys
     return parts
 
 
-def _cut(parts: Sequence[_Part], group: int) -> list[_Part]:
+def _by_row_block(parts: Sequence[_Part], group: int) -> list[_Part]:
     """The parts with one of its own for as many rows as one row block of a decode holds: two row blocks take twice as long."""
     bound = DECODE_ROWS // group
     found = []
@@ -307,15 +307,13 @@ def _telling(matrix: Matrix, rows: Sequence[int], part: _Part, legal: Sequence[i
     measured = {w: [s for s in legal if matrix.cells[w][s]] for w in rows}
     usual = median(map(len, measured.values())) if measured else 0
     alone = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high) and not _decodes(schedule)]
+    all_serve = set(alone) <= set(legal)
 
-    def decode_pays(w: int) -> bool:
-        with_decode, without = (
-            min((matrix.slowdowns[w][s] for s in columns if matrix.cells[w][s]), default=inf) for columns in (legal, alone)
-        )
-        return AHEAD * with_decode <= without < inf
+    def best(w: int, columns: Sequence[int]) -> float:
+        return min((matrix.slowdowns[w][s] for s in columns if matrix.cells[w][s]), default=inf)
 
     def tells(w: int) -> bool:
-        compared = default in measured[w] or set(alone) <= set(legal) or decode_pays(w)
+        compared = default in measured[w] or all_serve or AHEAD * best(w, legal) <= best(w, alone) < inf
         return compared and len(measured[w]) >= max(1, LEAST_SHARE * usual)
 
     return [w for w in rows if tells(w)]

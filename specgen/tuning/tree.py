@@ -129,8 +129,8 @@ def fit(
 ) -> object:
     """A tree of Leaf objects with a low weighted sum of costs[point][column of the point's leaf].
 
-    Each leaf holds `min_points` different points at least, and must save `min_gain` of the sum of weights: the tree with the least cost and price of leaves together is found. Of
-    one with more than `max_leaves` those splits go that save least for each of their leaves ("weakest link": Breiman et al.,
+    Each leaf holds `min_points` different points at least, and must save `min_gain` of the sum of weights: the tree with the least
+    cost and price of leaves together is found. Of one with more than `max_leaves` those splits go that save least for each of their leaves ("weakest link": Breiman et al.,
     Classification and Regression Trees, 1984). The most saving splits are tried first, and when _MAX_REGIONS were
     weighed only those; of a feature with many values _MAX_CUTS are tried. Thresholds fall on the geometric mean between
     neighbouring values, rounded down. Of columns that cost the same the first is taken, of splits that save the same the first

@@ -524,8 +524,7 @@ class _Parser:
                     pairs = _gather(block.shared, rows.reshape(-1), np.dtype(np.uint16))
                     write(unit, np.ascontiguousarray(pairs).view(np.uint32))
                 else:
-                    rows = where[:, i][:, lanes // 4] + 4 * (lanes % 4)
-                    write(unit, _gather(block.shared, rows.reshape(-1), np.dtype(np.uint32)))
+                    write(unit, _gather(block.shared, _matrix_words(where[:, i]), np.dtype(np.uint32)))
 
         return action
 
@@ -534,10 +533,8 @@ class _Parser:
 
         def action(block, unit):
             where = address(block, unit).reshape(-1, 4, 8)[:, : len(reads)]  # [warps, matrices, rows]
-            lanes = np.arange(32)
             for i, read in enumerate(reads):
-                rows = where[:, i][:, lanes // 4] + 4 * (lanes % 4)
-                _scatter(block.shared, rows.reshape(-1), read(block, unit))
+                _scatter(block.shared, _matrix_words(where[:, i]), read(block, unit))
 
         return action
 
@@ -932,6 +929,12 @@ def _immediate(operand: str, kind: str):
 def _bits(value: int, kind: str):
     bits = 8 * np.dtype(_VIEWS[kind]).itemsize
     return np.array(value % (1 << bits), dtype=f"u{bits // 8}")[()]
+
+
+def _matrix_words(rows: np.ndarray) -> np.ndarray:
+    """Addresses of the word that each lane holds of an 8x8 matrix of 16 bits, in [warps x 32]; rows: those of its rows, [warps, 8]."""
+    lanes = np.arange(32)
+    return (rows[:, lanes // 4] + 4 * (lanes % 4)).reshape(-1)
 
 
 def _gather(memory: np.ndarray, addresses: np.ndarray, view: np.dtype) -> np.ndarray:
