@@ -96,7 +96,7 @@ def test_rows_are_total_and_disjoint(case):
     rows = dispatch_rows(spec, expand(spec, TARGETS))
     table = Table(rows.attention, rows.append, rows.merge, rows.varlen)
     limits = spec.limits
-    most = Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
+    most = Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len, limits.max_tokens)
     assert table.faults(most) == []
     archs = {TARGETS[name].arch for name in spec.targets}
     for arch in archs:

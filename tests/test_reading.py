@@ -115,6 +115,22 @@ def test_what_is_launched_is_the_same(packages, case, heads, monkeypatch):
     assert all(type(value) is int for *_, arguments in quick.opened[0].launches for name, value in arguments.items() if name != "lse_ptr")
 
 
+@pytest.mark.parametrize(
+    ("rows", "bound", "least"), [((9, 9, 9), 9, 9), ((9, 2, 9), 9, 2), ((9, 0, 9), 9, 1), ((4, 9, 9), 20, 1), ((7,), 9, 7), ((9, 9), None, 1)]
+)
+def test_both_find_the_fewest_rows_of_a_sequence(packages, rows, bound, least):
+    given = given_of(lens=tuple((count, 12) for count in rows)) | {"max_seqlen_q": bound}
+    seen = []
+    for package in packages():
+        plans = package._devices[torch.device("cpu")]
+        package._devices[0] = plans
+        chosen = plans.attention
+        plans.attention = lambda *call, chosen=chosen: seen.append(call[2:]) or chosen(*call)
+        call(package, given)
+    ours, theirs = seen
+    assert ours == theirs and ours[0] == min(bound or sum(rows), sum(rows)) and ours[-1] == least
+
+
 def test_no_out_is_allocated(packages):
     given = given_of()
     del given["out"]

@@ -8,7 +8,7 @@ from specgen.runtime import sizes
 from specgen.runtime.table import EVERY, AppendRow, AttentionRow, Bounds, MergeRow, NoRowError, Table
 
 MAX_TOKENS = 64
-MOST = Bounds(MAX_TOKENS, 8, MAX_TOKENS, 128)
+MOST = Bounds(MAX_TOKENS, 8, MAX_TOKENS, 128, MAX_TOKENS)
 
 
 def bounds(query_len, seqs=1, tokens=1, keys=1):
@@ -137,7 +137,7 @@ def test_a_selector_that_disagrees_with_the_rows_is_a_fault():
     rows, key = boxed_rows(), ("sm_90", "all", 8, 2, True)
     unaligned = [replace(row, index=4 + row.index, aligned=False) for row in rows]
 
-    def selects(query_len, seqs, tokens, keys, edge=4):
+    def selects(query_len, seqs, tokens, keys, least_query_len, edge=4):
         if query_len > 4:
             return 3
         return 0 if seqs <= edge else 1 if keys > 64 else 2

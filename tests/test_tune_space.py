@@ -240,6 +240,12 @@ def test_schedules_compete_where_all_are_legal():
         assert problem.entries[0].kernels in (Kernels(decode="decode1_0"), Kernels(decode="decode8_0"), Kernels(prefill="prefill0_0"))
 
 
+def test_where_all_batches_are_mixed_prefill_is_compared_on_them():
+    bundle, group, workloads = bundle_of()
+    (problem,) = single_problems(bundle, group, workloads[-1:])
+    assert problem.name.endswith(": prefill") and len(problem.entries) == 3 and list(problem.workloads) == workloads[-1:]
+
+
 def test_the_best_of_each_role_meet_and_the_untuned_pair_comes_first():
     bundle, group, workloads = bundle_of(decode=6, prefill=6)
     times = {Kernels(decode=f"decode8_{n}"): {"spec b2 q4 k4k": 10.0 - n} for n in range(6)}

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import product
 from math import log2
 
 import pytest
@@ -35,16 +36,21 @@ def batch(seqs: int, keys: int, query_len: int = 1):
     return ((query_len, keys),) * seqs
 
 
+def mixed(seqs: int, keys: int, query_len: int):
+    """One sequence of so many rows, the others of one."""
+    return batch(1, keys, query_len) + batch(seqs - 1, keys)
+
+
 def chosen(measurements, targets=("h200",), **changes):
     options = dict(geometry=GEOMETRY, aligned=True, limits=LIMITS, defaults=DEFAULTS, known=TARGETS) | changes
     return choose(measurements, targets=[TARGETS[name] for name in targets], **options)
 
 
-def decode_times(times: dict, query_len: int = 1, noise_us: float = 0.0):
-    """Measurements of {schedule: function of (sequences, keys)} over a grid."""
+def decode_times(times: dict, query_len: int = 1, noise_us: float = 0.0, made=batch):
+    """Measurements of {schedule: function of (sequences, keys)} over a grid of batches, `made` of sequences, keys and rows."""
     return [
         measurement(
-            batch(seqs, keys, query_len), schedule, of(seqs, keys), noise_us=noise_us, name=f"b{seqs} q{query_len} k{keys}"
+            made(seqs, keys, query_len), schedule, of(seqs, keys), noise_us=noise_us, name=f"b{seqs} q{query_len} k{keys}"
         )
         for schedule, of in times.items()
         for seqs in (1, 8, 64)
@@ -147,7 +153,7 @@ def test_decode_alone_stays_within_its_rows():
 def test_several_sequences_with_long_caches_are_never_left_to_prefill_alone():
     """Faster wherever it was measured; but the longest cache may be a single row's."""
     alone = Schedule(None, both(64, 64).prefill, 0)
-    choice = chosen(decode_times({both(64, 64): lambda s, k: 100.0, alone: lambda s, k: 90.0}, query_len=256))
+    choice = chosen(decode_times({both(64, 64): lambda s, k: 100.0, alone: lambda s, k: 90.0}, query_len=256, made=mixed))
     for seqs, keys, schedule in (
         (1, 32768, alone),
         (8, ALONE_KEYS, alone),
@@ -156,7 +162,18 @@ def test_several_sequences_with_long_caches_are_never_left_to_prefill_alone():
         (MANY_SEQS, 513, alone),
         (MANY_SEQS + 1, ALONE_KEYS_OF_MANY + 1, both(64, 64)),
     ):
-        assert decide(choice.tree, Bounds(256, seqs, 256 * seqs, keys)).schedule == schedule, (seqs, keys)
+        assert decide(choice.tree, Bounds(256, seqs, 255 + seqs, keys)).schedule == schedule, (seqs, keys)
+
+
+def test_sequences_none_of_which_may_be_decodes_are_left_to_prefill_alone_where_it_is_faster():
+    """Decode would be launched in vain. The host knows it of sequences of about the same number of rows."""
+    alone = Schedule(None, both(64, 64).prefill, 0)
+    times = {both(64, 64): lambda s, k: 100.0, alone: lambda s, k: 90.0}
+    tree = chosen(decode_times(times, query_len=256)).tree
+    for seqs, keys in product((2, 8), (700, 32768)):
+        assert decide(tree, Bounds(256, seqs, 256 * seqs, keys, 256)).schedule == alone
+        assert decide(tree, Bounds(256, seqs, 255 * seqs, keys, 9)).schedule == alone
+        assert decide(tree, Bounds(256, seqs, 255 * seqs, keys, 8)).schedule == both(64, 64), "measured on others alone"
 
 
 @pytest.mark.parametrize(("query_heads", "served"), [(4, True), (6, False)])
@@ -165,12 +182,12 @@ def test_long_caches_may_be_left_to_a_prefill_that_cuts_them_and_reads_them_once
     cuts = Launch("prefill_ws", Config(64, 64, 4, 2, 2, (("maxnreg", 128), ("split", 1))))
     alone = Schedule(None, cuts, 0)
     geometry = replace(GEOMETRY, query_heads=query_heads, kv_heads=1)
-    found = decode_times({both(64, 64): lambda s, k: 100.0, alone: lambda s, k: 90.0}, query_len=256)
+    found = decode_times({both(64, 64): lambda s, k: 100.0, alone: lambda s, k: 90.0}, query_len=256, made=mixed)
     found = [replace(m, setting=replace(m.setting, geometry=geometry)) for m in found]
     tree = chosen(found, geometry=geometry).tree
     for keys in (ALONE_KEYS + 1, ALONE_KEYS_SPREAD):
-        assert decide(tree, Bounds(256, 8, 2048, keys)).schedule == (alone if served else both(64, 64)), keys
-    assert decide(tree, Bounds(256, 8, 2048, ALONE_KEYS_SPREAD + 1)).schedule == both(64, 64), "too long for what a batch leaves"
+        assert decide(tree, Bounds(256, 8, 263, keys)).schedule == (alone if served else both(64, 64)), keys
+    assert decide(tree, Bounds(256, 8, 263, ALONE_KEYS_SPREAD + 1)).schedule == both(64, 64), "too long for what a batch leaves"
 
 
 def test_workloads_on_which_the_best_may_be_missing_are_not_fitted_to():
@@ -178,12 +195,12 @@ def test_workloads_on_which_the_best_may_be_missing_are_not_fitted_to():
     there, may not serve; of one batch nothing but the slowest was measured."""
     alone, slow = Schedule(None, both(64, 64).prefill, 0), both(16, 64)
     usual = {both(64, 64): lambda s, k: 100.0, both(32, 64): lambda s, k: 95.0, slow: lambda s, k: 120.0, alone: lambda s, k: 60.0}
-    found = [m for m in decode_times(usual, query_len=256) if m.seqs[0][1] < 32768 or m.schedule in (slow, alone)]
+    found = [m for m in decode_times(usual, query_len=256, made=mixed) if m.seqs[0][1] < 32768 or m.schedule in (slow, alone)]
     tree = chosen(found).tree
-    assert decide(tree, Bounds(256, 8, 2048, 8192)).schedule == both(32, 64)
-    assert decide(tree, Bounds(256, 8, 2048, 32768)).schedule == both(32, 64), "not the slow one, which alone was measured there"
-    lone = measurement(batch(2, 700, 256), slow, 300.0, name="cut off")
-    assert decide(chosen([*found, lone]).tree, Bounds(256, 2, 512, 700)).schedule == alone
+    assert decide(tree, Bounds(256, 8, 263, 8192)).schedule == both(32, 64)
+    assert decide(tree, Bounds(256, 8, 263, 32768)).schedule == both(32, 64), "not the slow one, which alone was measured there"
+    lone = measurement(mixed(2, 700, 256), slow, 300.0, name="cut off")
+    assert decide(chosen([*found, lone]).tree, Bounds(256, 2, 257, 700)).schedule == alone
 
 
 def test_schedules_that_do_not_fit_are_left_out():

@@ -38,7 +38,8 @@ def test_time_and_noise_are_read_from_the_samples():
 
 
 def test_bounds_are_the_tightest_bounds():
-    assert bounds_of(RAGGED) == (4, 4, 9, 100)
+    assert bounds_of(RAGGED) == (4, 4, 9, 100, 1)
+    assert bounds_of(((9, 50), (12, 12), (12, 40))) == (12, 3, 33, 50, 9)
     assert measurement(DECODE, rows(64), 1.0).bounds == Bounds(query_len=1, seqs=32, tokens=32, keys=4096)
 
 

@@ -35,7 +35,7 @@ typedef struct {
 
 enum argument { Q, K_CACHE, V_CACHE, BLOCK_TABLE, SEQ_LENS, CU_SEQLENS_Q, OUT, TENSORS };
 enum other_argument { SINKS = TENSORS, MAX_SEQLEN_Q, MAX_SEQLEN_K, READ_ARGUMENTS };
-enum bound { QUERY_LEN, SEQS, TOKENS, KEYS, BOUNDS }; /* table.Bounds */
+enum bound { QUERY_LEN, SEQS, TOKENS, KEYS, LEAST_QUERY_LEN, BOUNDS }; /* table.Bounds */
 enum { DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, STRIDES = 11 };
 
 /* What a call of one layer and its head counts is like; sizes as in geometry.py. */
@@ -203,6 +203,9 @@ static int read_call(const reader_t *r, PyObject *const *args, call_t *call) {
         return 0;
     if (call->bounds[QUERY_LEN] > call->bounds[TOKENS])
         call->bounds[QUERY_LEN] = call->bounds[TOKENS];
+    call->bounds[LEAST_QUERY_LEN] = call->bounds[TOKENS] - (call->bounds[SEQS] - 1) * call->bounds[QUERY_LEN];
+    if (call->bounds[LEAST_QUERY_LEN] < 1)
+        call->bounds[LEAST_QUERY_LEN] = 1;
     if (call->bounds[KEYS] > keys)
         call->bounds[KEYS] = keys;
     if (call->bounds[KEYS] < 1)

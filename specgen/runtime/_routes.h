@@ -7,7 +7,7 @@
 #include "_tensor_maps.h"
 
 #define ROUTES "_launch.Routes"
-#define MAX_ROUTES 64 /* of one reader: devices, their streams, rows in use; calls beyond are launched from Python */
+#define MAX_ROUTES 256 /* of one reader: devices, their streams, rows in use (a measured table may have 200); calls beyond are launched from Python */
 
 typedef struct kernel kernel_t;
 static kernel_t *kernel_of(PyObject *callable);
@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
     reader_t reader;
     PyObject *current_stream, *new_empty; /* current_stream(device index) -> handle; the name */
-    int count;
+    int count, last; /* routes that are kept; the one of the last call, which is tried first */
     route_t routes[MAX_ROUTES];
 } routes_t;
 
@@ -82,7 +82,7 @@ static void let_go(const route_t *route) {
 static int find_route(routes_t *kept, const call_t *call, route_t *route) {
     unsigned long long stream;
     PyObject *index, *handle;
-    int i, k;
+    int i, k, n;
 
     if (kept->count == 0)
         return 0;
@@ -95,13 +95,14 @@ static int find_route(routes_t *kept, const call_t *call, route_t *route) {
     Py_DecRef(handle);
     if (stream == (unsigned long long)-1 && PyErr_Occurred())
         return -1;
-    for (i = 0; i < kept->count; i++) {
+    for (n = 0, i = kept->last; n < kept->count; n++, i = i + 1 < kept->count ? i + 1 : 0) {
         const route_t *each = &kept->routes[i];
         if (each->device != call->device || each->stream != stream || each->aligned != call->aligned)
             continue;
         for (k = 0; k < BOUNDS && each->low[k] <= call->bounds[k] && call->bounds[k] <= each->high[k]; k++)
             ;
         if (k == BOUNDS) {
+            kept->last = i;
             *route = *each;
             hold(route);
             return 1;
@@ -197,10 +198,10 @@ static PyObject *keep(PyObject *self, PyObject *args) {
     int i;
 
     if (kept == NULL ||
-        !PyArg_ParseTuple(args, "LKp((LL)(LL)(LL)(LL))(KKKKK)OIOI", &route.device, &route.stream, &route.aligned, &route.low[0],
+        !PyArg_ParseTuple(args, "LKp((LL)(LL)(LL)(LL)(LL))(KKKKK)OIOI", &route.device, &route.stream, &route.aligned, &route.low[0],
                           &route.high[0], &route.low[1], &route.high[1], &route.low[2], &route.high[2], &route.low[3],
-                          &route.high[3], &route.scratch[0], &route.scratch[1], &route.scratch[2], &route.scratch[3],
-                          &route.scratch[4], &given[DECODE], &route.grids[DECODE], &given[PREFILL],
+                          &route.high[3], &route.low[4], &route.high[4], &route.scratch[0], &route.scratch[1], &route.scratch[2],
+                          &route.scratch[3], &route.scratch[4], &given[DECODE], &route.grids[DECODE], &given[PREFILL],
                           &route.grids[PREFILL]))
         return NULL;
     if (kept->count == MAX_ROUTES)
@@ -220,6 +221,7 @@ static PyObject *keep(PyObject *self, PyObject *args) {
 static void forget_routes(routes_t *kept) {
     while (kept->count > 0) {
         route_t route = kept->routes[--kept->count];
+        kept->last = 0;
         let_go(&route);
     }
 }
@@ -249,7 +251,7 @@ static PyMethodDef route_methods[] = {
     {"call", (PyCFunction)(void (*)(void))call_attention, METH_FASTCALL,
      "call(q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, out, sinks, max_seqlen_q, max_seqlen_k, plain) -> the\n"
      "output, where the call is `plain` (no lse, no feature but sinks, no workspace of the caller's), a route is kept for it,\n"
-     "and it is launched; else what was read: ((device, aligned, max_pages, pages), (query_len, seqs, tokens, keys),\n"
+     "and it is launched; else what was read: ((device, aligned, max_pages, pages), (query_len, seqs, tokens, keys, least_query_len),\n"
      "addresses in the order of the tensors, that of an `out` of None 0, strides in the order of a launch); None\n"
      "where an argument is not as the call needs it."},
     {"keep", keep, METH_VARARGS,

@@ -21,7 +21,7 @@ from .geometry import Geometries, Limits
 from .installed import check_rows, read_manifest
 from .plans import DevicePlans
 from .reading import Reader, readers
-from .table import Table
+from .table import Table, least_query_len
 from .values import check_values, check_varlen_values
 from .varlen import check_varlen, read_varlen
 from .workspace import Workspace, check_workspace
@@ -82,7 +82,7 @@ class Eager:
         else:
             geometry = reader.geometry
             (index, aligned, max_pages, pages), bounds, addresses, strides = read
-            bound, seqs, tokens, _ = bounds
+            bound, seqs, tokens, *_ = bounds
             if extras is not None or geometry.extras is not None:
                 if checks == "none":
                     check_presence("attention", geometry, extras)
@@ -109,7 +109,7 @@ class Eager:
                 keys = max_pages * geometry.page_size
                 if max_seqlen_k is not None and max_seqlen_k < keys:
                     keys = max_seqlen_k
-                bounds = bound, seqs, tokens, keys or 1
+                bounds = bound, seqs, tokens, keys or 1, least_query_len(bound, seqs, tokens)
             plan = plans.attention(geometry, aligned, *bounds)
             stream = plans.current_stream(plans.index)
             pool = plans.workspaces

@@ -15,7 +15,7 @@ from . import sizes
 from .arguments import ROLES
 from .checks import odd_cache
 from .geometry import Geometry
-from .table import EVERY, AttentionRow, Bounds, VarlenRow
+from .table import EVERY, AttentionRow, Bounds, VarlenRow, least_query_len
 from .visibility import spans
 
 Lengths = list[tuple[int, int, Tensor | None]]
@@ -108,7 +108,13 @@ def explain(
             geometry.query_heads,
             geometry.kv_heads,
             not broken,
-            bounds := Bounds(min(rows_bound, package.limits.max_tokens), seqs, tokens, max(keys_bound, 1)),
+            bounds := Bounds(
+                min(rows_bound, package.limits.max_tokens),
+                seqs,
+                tokens,
+                max(keys_bound, 1),
+                least_query_len(rows_bound, seqs, tokens),
+            ),
         )
         why = _why(geometry, row, bounds, broken)
         for symbol in map(serving, row.symbols):
@@ -193,7 +199,8 @@ def _why(geometry: Geometry, row: AttentionRow, bounds: Bounds, broken: list[str
     ]
     for name, (low, high) in row.narrowed:
         top = high if high < EVERY[1] else ""
-        why.append(f"{name} at most {getattr(bounds, name)}: row takes {low}..{top}")
+        side = "at least" if name == "least_query_len" else "at most"
+        why.append(f"{name} {side} {getattr(bounds, name)}: row takes {low}..{top}")
     return [*why, _why_aligned(geometry, broken)]
 
 

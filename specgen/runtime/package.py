@@ -24,7 +24,7 @@ from .installed import TABLES, check_rows, read_dispatch
 from .operators import Operators
 from .plans import DevicePlans
 from .rotary import Rotary
-from .table import EVERY, AttentionRow, Table
+from .table import EVERY, AttentionRow, Bounds, Table
 from .workspace import Workspace, check_workspace, is_capturing, narrowed
 
 _is_compiling = torch.compiler.is_compiling
@@ -79,7 +79,8 @@ class Package(Eager):
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         takes = self.limits.max_tokens if row.prefill else self.manifest["variants"][row.decode]["max_query_len"]
-        whole = dict(index=0, min_query_len=1, max_query_len=takes, seqs=EVERY, tokens=EVERY, keys=EVERY)
+        every = dict.fromkeys(Bounds._fields[1:], EVERY)
+        whole = dict(index=0, min_query_len=1, max_query_len=takes, **every)
         other.table = Table([replace(row, **whole)], self.table.append_rows, self.table.merge_rows, self.table.varlen_rows)
         other._devices, other._readers = {}, {}
         other._open_device = lambda directory, manifest, torch_device: self.open(torch_device).device

@@ -58,10 +58,8 @@ class DevicePlans:
         self._varlen: dict[tuple[Geometry, bool], tuple] = {}
         self._slopes: dict[int, torch.Tensor] = {}
 
-    def attention(
-        self, geometry: Geometry, aligned: bool, query_len: int, seqs: int, tokens: int, keys: int
-    ) -> AttentionPlan:
-        """The plan of the row for a call of these bounds (table.Bounds), each at least 1, kernels loaded. Raises
+    def attention(self, geometry: Geometry, aligned: bool, *bounds: int) -> AttentionPlan:
+        """The plan of the row for a call of these `bounds` (table.Bounds), each at least 1, kernels loaded. Raises
         what Device.kernel raises, and NoRowError beyond the limits.
         """
         found = self._attention.get((geometry, aligned))
@@ -70,7 +68,7 @@ class DevicePlans:
             plans = {row.index: AttentionPlan(row) for row in self._table.attention_group(*key)}
             found = self._attention[geometry, aligned] = self._table.selector(*key), plans
         select, plans = found
-        plan = plans[select(query_len, seqs, tokens, keys)]
+        plan = plans[select(*bounds)]
         if not plan.ready:
             self._load(plan)
         return plan

@@ -15,24 +15,31 @@ EVERY = (1, (1 << 31) - 1)
 
 
 class Bounds(NamedTuple):
-    """What the host knows of a call for free; each is an upper bound that holds for a graph's replays too.
+    """What the host knows of a call for free. All but the last are upper bounds that hold for a graph's replays too.
 
     query_len: query rows per sequence, min(max_seqlen_q, tokens). seqs: rows of the block table. tokens: rows
-    of q. keys: keys per sequence, what the block table's row holds or less by max_seqlen_k.
+    of q. keys: keys per sequence, what the block table's row holds or less by max_seqlen_k. least_query_len: query rows that
+    each sequence has at least if q has no rows beyond them, `least_query_len()`; 1 where that says nothing.
     """
 
     query_len: int
     seqs: int
     tokens: int
     keys: int
+    least_query_len: int = 1
+
+
+def least_query_len(query_len: int, seqs: int, tokens: int) -> int:
+    """Query rows of the shortest of `seqs` sequences with so many `tokens` together, if the others have `query_len`; at least 1."""
+    return max(tokens - (seqs - 1) * query_len, 1)
 
 
 @dataclass(frozen=True)
 class AttentionRow:
     """One row of the attention table: which kernels one call launches.
 
-    `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len`, `seqs`, `tokens` and
-    `keys` (each (least, most)) are inclusive ranges of a call's Bounds: the row is a box. `decode` and
+    `query_heads` and `kv_heads` are counts per rank. `min_query_len` and `max_query_len`, `seqs`, `tokens`,
+    `keys` and `least_query_len` (each (least, most)) are inclusive ranges of a call's Bounds: the row is a box. `decode` and
     `prefill` are symbols; a row with both launches decode and then prefill, which may overlap it, and the device
     decides which sequences are whose.
     """
@@ -51,11 +58,12 @@ class AttentionRow:
     seqs: tuple[int, int] = EVERY
     tokens: tuple[int, int] = EVERY
     keys: tuple[int, int] = EVERY
+    least_query_len: tuple[int, int] = EVERY
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
         """(least, most) of each of Bounds, in its order."""
-        return (self.min_query_len, self.max_query_len), self.seqs, self.tokens, self.keys
+        return (self.min_query_len, self.max_query_len), self.seqs, self.tokens, self.keys, self.least_query_len
 
     @property
     def narrowed(self) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -144,7 +152,7 @@ class Table:
         append_rows: Iterable[AppendRow] = (),
         merge_rows: Iterable[MergeRow] = (),
         varlen_rows: Iterable[VarlenRow] = (),
-        selectors: Mapping[tuple, Callable[[int, int, int, int], int]] | None = None,
+        selectors: Mapping[tuple, Callable[[int, int, int, int, int], int]] | None = None,
     ):
         self.attention_rows = tuple(attention_rows)
         self.append_rows = tuple(append_rows)
@@ -182,8 +190,8 @@ class Table:
 
     def selector(
         self, arch: str, layer: str, query_heads: int, kv_heads: int, aligned: bool
-    ) -> Callable[[int, int, int, int], int]:
-        """The function of query_len, seqs, tokens and keys that gives the index of the row for a call."""
+    ) -> Callable[[int, int, int, int, int], int]:
+        """The function of a call's Bounds, one by one, that gives the index of the row for a call."""
         key = arch, layer, query_heads, kv_heads, aligned
         return self._selectors.get(key) or (lambda *bounds: self.attention(*key, Bounds(*bounds)).index)
 

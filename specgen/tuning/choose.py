@@ -242,11 +242,16 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
     if part.default.decode is None or part.default.prefill is None:
         return fitted(lambda bounds: True)
 
-    def guarded(least: int, most: float, keys: int) -> Split:
-        """So many sequences: with more keys than that over schedules that spread a cache, with many more over those with a decode."""
+    def guarded(whole: bool, least: int, most: float, keys: int) -> Split:
+        """So many sequences, which are `whole` or not: with more keys than that over schedules that spread a cache, and, where a sequence
+        may be decode's, with many more over those with a decode."""
 
         def within(above: float, up_to: float, allowed: Callable[[Schedule], bool], fewest: float = 0, tokens: float = inf) -> object:
-            return fitted(lambda b: least <= b.seqs <= most and above < b.keys <= up_to and fewest < b.tokens <= tokens, allowed)
+            def inside(b: Bounds) -> bool:
+                there = least <= b.seqs <= most and above < b.keys <= up_to and fewest < b.tokens <= tokens
+                return there and (b.least_query_len >= part.low) == whole
+
+            return fitted(inside, allowed)
 
         def long_caches(above: float, up_to: float, allowed: Callable[[Schedule], bool]) -> object:
             if not _cuts(part.default):
@@ -254,15 +259,22 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
             few = within(above, up_to, lambda schedule: allowed(schedule) and _cuts(schedule), tokens=FEW_TOKENS)
             return Split("tokens", FEW_TOKENS, few, within(above, up_to, allowed, fewest=FEW_TOKENS))
 
-        spread = max(keys, part.spread_keys)
         short = within(0, keys, lambda schedule: True)
+        if whole:
+            return Split("keys", keys, short, long_caches(keys, inf, lambda schedule: True))
+        spread = max(keys, part.spread_keys)
         middle = long_caches(keys, spread, lambda schedule: _decodes(schedule) or _cuts(schedule))
         long = long_caches(spread, inf, _decodes)
         return Split("keys", keys, short, Split("keys", spread, middle, long))
 
+    def several(whole: bool) -> Split:
+        few, many = guarded(whole, 2, MANY_SEQS, ALONE_KEYS), guarded(whole, MANY_SEQS + 1, inf, ALONE_KEYS_OF_MANY)
+        return Split("seqs", MANY_SEQS, few, many)
+
+    # A sequence alone is whole.
     one = fitted(lambda bounds: bounds.seqs == 1)
-    several = Split("seqs", MANY_SEQS, guarded(2, MANY_SEQS, ALONE_KEYS), guarded(MANY_SEQS + 1, inf, ALONE_KEYS_OF_MANY))
-    return merge(Split("seqs", 1, one, several), _same)
+    shared = Split("least_query_len", part.low - 1, several(False), several(True))
+    return merge(Split("seqs", 1, one, shared), _same)
 
 
 def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, tolerance, max_leaves) -> object:

@@ -29,6 +29,7 @@ from specgen.variant import Geometry
 VERSION = 1
 _HEADER = {"format": "specgen measurements", "version": VERSION}
 MOST_SEQUENCES = 1 << 20  # of a batch: a damaged count must not take all memory
+_BOUNDS = ("query_len", "seqs", "tokens", "keys")
 # What reading a line of another shape raises.
 DAMAGE = (ValueError, TypeError, AttributeError, LookupError)
 # A measurement's own fields, in the words of the dataclass; the others are reached through its references.
@@ -46,8 +47,7 @@ def dumps(measurements: Iterable[Measurement]) -> str:
         if schedule not in schedules:
             schedules[schedule] = {"schedule": schedule, **schedule_fields(m.schedule, m.digests)}
         if workload and workload not in workloads:
-            bounds = m.bounds._asdict()
-            workloads[workload] = {"workload": workload, "name": m.workload, "lengths": run_lengths(m.seqs), **bounds}
+            workloads[workload] = {"workload": workload, **_batch(m.workload, m.seqs)}
         own = own_fields(m)
         lines.append({"measurement": m.id, "setting": setting, "schedule": schedule, "workload": workload, **own})
     lines.sort(key=lambda line: (line["setting"], line["workload"], line["schedule"], line["when"], line["measurement"]))
@@ -148,12 +148,18 @@ def _said(error: Exception) -> str:
     return f"has no {error.args[0]!r}" if isinstance(error, KeyError) else str(error)
 
 
+def _batch(name: str, seqs: tuple[tuple[int, int], ...]) -> dict:
+    """The fields of a batch: its lengths, and beside them those bounds that a reader looks for."""
+    bounds = bounds_of(seqs)
+    return {"name": name, "lengths": run_lengths(seqs), **{field: getattr(bounds, field) for field in _BOUNDS}}
+
+
 def _workload_of(fields: dict) -> tuple[str, tuple[tuple[int, int], ...]]:
     """(name, seqs) of a workload line."""
     if (count := sum(count for count, *_ in fields["lengths"])) > MOST_SEQUENCES:
         raise ValueError(f"lengths: {count} sequences; at most {MOST_SEQUENCES} are read")
     seqs = sequences(fields["lengths"])
-    named = {"name": fields["name"], "lengths": run_lengths(seqs), **bounds_of(seqs)._asdict()}
+    named = _batch(fields["name"], seqs)
     if named != fields:
         raise ValueError(f"does not fit its lengths: needs {canonical(named)}")
     return fields["name"], seqs

@@ -46,7 +46,8 @@ def single_problems(bundle: Bundle, group: Group, workloads: Sequence[Workload])
         low = high + 1
     longer = [w for w in workloads if w.query_len >= low]
     whole = [w for w in longer if min(rows for rows, _ in w.seqs) >= low]
-    found.append(("prefill", [_entry(c) for c in group.of("prefill", 0)], whole))
+    # Where all are mixed, by those: else the launches that meet would be the first that come.
+    found.append(("prefill", [_entry(c) for c in group.of("prefill", 0)], whole or longer))
     packed = [w for w in whole if all(rows == keys for rows, keys in w.seqs)]
     found.append(("varlen", [_entry(c) for c in group.of("varlen", None)], packed))
     return _posed(group, found)

@@ -19,7 +19,7 @@ from typing import get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from specgen.runtime.table import Bounds
+from specgen.runtime.table import Bounds, least_query_len
 from specgen.variant import Config, Geometry
 
 # What a trial may come to. "compile" and "budget" concern the kernels alone: such a record names no batch.
@@ -47,7 +47,8 @@ def attention_part(geometry: Geometry) -> Geometry:
 def bounds_of(seqs: tuple[tuple[int, int], ...]) -> Bounds:
     """The tightest Bounds, what the host knows of a call, for a batch given as (query_len, kv_len) per sequence."""
     queries, keys = zip(*seqs)
-    return Bounds(max(queries), len(seqs), sum(queries), max(keys))
+    known = max(queries), len(seqs), sum(queries)
+    return Bounds(*known, max(keys), least_query_len(*known))
 
 
 @dataclass(frozen=True, order=True)

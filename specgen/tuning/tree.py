@@ -13,6 +13,8 @@ from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 
 MAX_LEAVES = 32
+# What a fit splits at, the first of Bounds: the last one only tells whether short sequences are among the long, which choose.py asks.
+_SEARCHED = Bounds._fields[:4]
 # What one more leaf must save: this much of the mean cost, a log slowdown; 0.0005 is 0.05 % of the geometric mean.
 MIN_GAIN = 0.0005
 # Bounds of the search, counts and not times so that the same table gives the same tree.
@@ -48,7 +50,8 @@ class Box(NamedTuple):
 
 def domain(limits: Limits) -> tuple[Bounds, Bounds]:
     """The lowest and the highest Bounds of a call within `limits`."""
-    return Bounds(1, 1, 1, 1), Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len)
+    most = Bounds(limits.max_tokens, limits.max_seqs, limits.max_tokens, limits.max_seq_len, limits.max_tokens)
+    return Bounds(1, 1, 1, 1, 1), most
 
 
 def decide(tree: object, bounds: Bounds) -> object:
@@ -151,7 +154,7 @@ class _Search:
         self.points = sorted(self.alike)
         weighted = [[weight * cost for cost in row] for weight, row in zip(weights, costs)]
         self.costs = [_sums(weighted[i] for i in self.alike[point]) for point in self.points]
-        self.cuts = [(feature, mask) for feature in range(len(Bounds._fields)) for mask in self._masks(feature)]
+        self.cuts = [(feature, mask) for feature in range(len(_SEARCHED)) for mask in self._masks(feature)]
         self._leaves: dict[int, tuple[float, int, float]] = {}
         self._best: dict[int, tuple[float, tuple[int, int] | None]] = {}
         self._price = price  # of a leaf

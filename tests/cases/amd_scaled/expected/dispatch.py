@@ -3,7 +3,7 @@
 """Dispatch table of amd_scaled: which kernels a call launches, by shapes and host integers alone.
 
 Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
-rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+rows a sequence, on sequences, tokens and keys a sequence, and the fewest query rows that a sequence has by them. `aligned` rows promise the compiler wide loads; a view that breaks
 the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
@@ -65,13 +65,13 @@ ATTENTION_ROWS = (
 )
 
 
-def _gfx942_0(query_len, seqs, tokens, keys):
+def _gfx942_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 0  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2
     return 1  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2 and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2
 
 
-def _gfx942_1(query_len, seqs, tokens, keys):
+def _gfx942_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 2  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned
     return 3  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m32n16_w4s1c2_unaligned

@@ -3,7 +3,7 @@
 """Dispatch table of batch_invariant: which kernels a call launches, by shapes and host integers alone.
 
 Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
-rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+rows a sequence, on sequences, tokens and keys a sequence, and the fewest query rows that a sequence has by them. `aligned` rows promise the compiler wide loads; a view that breaks
 the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
@@ -117,25 +117,25 @@ ATTENTION_ROWS = (
 )
 
 
-def _sm_90_0(query_len, seqs, tokens, keys):
+def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 2:
         return 0  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2
     return 1  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2 and prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w4s3c1_m168
 
 
-def _sm_90_1(query_len, seqs, tokens, keys):
+def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 2:
         return 2  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n32_w4s1c2_unaligned
     return 3  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n32_w4s1c2_unaligned and prefill_h4x1_d64_p16_bf16_causal_q2_m32n32_w4s1c2_unaligned
 
 
-def _sm_90_2(query_len, seqs, tokens, keys):
+def _sm_90_2(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 2:
         return 4  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2
     return 5  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2 and prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w4s2c1_m168
 
 
-def _sm_90_3(query_len, seqs, tokens, keys):
+def _sm_90_3(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 2:
         return 6  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n16_w4s1c2_unaligned
     return 7  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n16_w4s1c2_unaligned and prefill_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m32n16_w4s1c2_unaligned

@@ -3,7 +3,7 @@
 """Dispatch table of decode_only: which kernels a call launches, by shapes and host integers alone.
 
 Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
-rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+rows a sequence, on sequences, tokens and keys a sequence, and the fewest query rows that a sequence has by them. `aligned` rows promise the compiler wide loads; a view that breaks
 the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
@@ -65,13 +65,13 @@ ATTENTION_ROWS = (
 )
 
 
-def _sm_90_0(query_len, seqs, tokens, keys):
+def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 0  # decode_ws_h8x2_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128
     return 1  # decode_ws_h8x2_d64_p16_bf16_causal_q16_m32n128_w8s3c1_m128
 
 
-def _sm_90_1(query_len, seqs, tokens, keys):
+def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 2  # decode_h8x2_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned
     return 3  # decode_h8x2_d64_p16_bf16_causal_q16_m16n32_w4s1c2_unaligned

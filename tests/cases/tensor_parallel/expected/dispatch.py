@@ -3,7 +3,7 @@
 """Dispatch table of tensor_parallel: which kernels a call launches, by shapes and host integers alone.
 
 Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
-rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+rows a sequence, on sequences, tokens and keys a sequence, and the fewest query rows that a sequence has by them. `aligned` rows promise the compiler wide loads; a view that breaks
 the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
@@ -481,7 +481,7 @@ ATTENTION_ROWS = (
 )
 
 
-def _sm_90_0(query_len, seqs, tokens, keys):
+def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 0  # decode_ws_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
@@ -489,7 +489,7 @@ def _sm_90_0(query_len, seqs, tokens, keys):
     return 2  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h8x2_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
 
 
-def _sm_90_1(query_len, seqs, tokens, keys):
+def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 3  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
@@ -497,7 +497,7 @@ def _sm_90_1(query_len, seqs, tokens, keys):
     return 5  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
-def _sm_90_2(query_len, seqs, tokens, keys):
+def _sm_90_2(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 6  # decode_ws_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
@@ -505,7 +505,7 @@ def _sm_90_2(query_len, seqs, tokens, keys):
     return 8  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h4x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
 
 
-def _sm_90_3(query_len, seqs, tokens, keys):
+def _sm_90_3(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 9  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
@@ -513,7 +513,7 @@ def _sm_90_3(query_len, seqs, tokens, keys):
     return 11  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
-def _sm_90_4(query_len, seqs, tokens, keys):
+def _sm_90_4(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 12  # decode_ws_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
@@ -521,7 +521,7 @@ def _sm_90_4(query_len, seqs, tokens, keys):
     return 14  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h2x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
 
 
-def _sm_90_5(query_len, seqs, tokens, keys):
+def _sm_90_5(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 15  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
@@ -529,7 +529,7 @@ def _sm_90_5(query_len, seqs, tokens, keys):
     return 17  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
-def _sm_80_6(query_len, seqs, tokens, keys):
+def _sm_80_6(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 18  # decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2
     if query_len <= 4:
@@ -539,7 +539,7 @@ def _sm_80_6(query_len, seqs, tokens, keys):
     )
 
 
-def _sm_80_7(query_len, seqs, tokens, keys):
+def _sm_80_7(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 21  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
@@ -547,7 +547,7 @@ def _sm_80_7(query_len, seqs, tokens, keys):
     return 23  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
-def _sm_80_8(query_len, seqs, tokens, keys):
+def _sm_80_8(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 24  # decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
     if query_len <= 4:
@@ -557,7 +557,7 @@ def _sm_80_8(query_len, seqs, tokens, keys):
     )
 
 
-def _sm_80_9(query_len, seqs, tokens, keys):
+def _sm_80_9(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 27  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
@@ -565,7 +565,7 @@ def _sm_80_9(query_len, seqs, tokens, keys):
     return 29  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
-def _sm_80_10(query_len, seqs, tokens, keys):
+def _sm_80_10(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 30  # decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
     if query_len <= 4:
@@ -575,7 +575,7 @@ def _sm_80_10(query_len, seqs, tokens, keys):
     )
 
 
-def _sm_80_11(query_len, seqs, tokens, keys):
+def _sm_80_11(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 33  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:

@@ -3,7 +3,7 @@
 """Dispatch table of two_layers: which kernels a call launches, by shapes and host integers alone.
 
 Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
-rows a sequence, on sequences, tokens and keys a sequence. `aligned` rows promise the compiler wide loads; a view that breaks
+rows a sequence, on sequences, tokens and keys a sequence, and the fewest query rows that a sequence has by them. `aligned` rows promise the compiler wide loads; a view that breaks
 the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
 """
 
@@ -169,7 +169,7 @@ ATTENTION_ROWS = (
 )
 
 
-def _sm_90_0(query_len, seqs, tokens, keys):
+def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 0  # decode_h8x2_d64_p48_bf16_causal_q1_m16n128_w4s3c2
     if query_len <= 4:
@@ -177,7 +177,7 @@ def _sm_90_0(query_len, seqs, tokens, keys):
     return 2  # decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2 and prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2
 
 
-def _sm_90_1(query_len, seqs, tokens, keys):
+def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 3  # decode_h8x2_d64_p48_bf16_causal_q1_m16n32_w4s1c2_unaligned
     if query_len <= 4:
@@ -185,7 +185,7 @@ def _sm_90_1(query_len, seqs, tokens, keys):
     return 5  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned and prefill_h8x2_d64_p48_bf16_causal_q4_m32n32_w4s1c2_unaligned
 
 
-def _sm_90_2(query_len, seqs, tokens, keys):
+def _sm_90_2(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 6  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n128_w4s3c2
     if query_len <= 4:
@@ -193,7 +193,7 @@ def _sm_90_2(query_len, seqs, tokens, keys):
     return 8  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2 and prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2
 
 
-def _sm_90_3(query_len, seqs, tokens, keys):
+def _sm_90_3(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 9  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n32_w4s1c2_unaligned
     if query_len <= 4:
