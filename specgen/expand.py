@@ -139,7 +139,9 @@ def decode_query_lens(spec: Spec) -> tuple[int, ...]:
 
 
 def _defaults(spec: Spec) -> list[tuple[int, list[tuple[str, int]]]]:
-    """(bound on query rows per sequence, [(role, max_query_len)]): what a call within the bound launches untuned."""
+    """(bound on query rows per sequence, [(role, max_query_len)]): what a call within the bound launches untuned, but for calls
+    that choose.py leaves to prefill alone.
+    """
     lengths, most = decode_query_lens(spec), spec.limits.max_tokens
     found = [(length, [("decode", length)]) for length in lengths]
     # Where lengths[-1] is `most` decode takes every sequence there can be.

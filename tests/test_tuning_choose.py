@@ -124,8 +124,10 @@ def test_calls_without_a_bound_on_keys_pull_where_nothing_was_measured():
 
 def test_query_lengths_without_measurements_keep_the_default_and_say_so():
     choice = chosen(decode_times({rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 50.0}))
-    for length, schedule in ((1, rows(16)), (2, rows(64, 8)), (8, rows(64, 8)), (9, both(64, 64)), (4096, both(64, 64))):
-        assert decide(choice.tree, Bounds(length, 1, length, 512)).schedule == schedule
+    alone = Schedule(None, both(64, 64).prefill, 0)
+    for length, schedule in ((1, rows(16)), (2, rows(64, 8)), (8, rows(64, 8)), (9, alone), (4096, alone)):
+        assert decide(choice.tree, Bounds(length, 1, length, 512, length)).schedule == schedule
+    assert decide(choice.tree, Bounds(2048, 3, 4096, 512)).schedule == both(64, 64)
     assert decide(choice.tree, Bounds(2, 1, 2, 512)).evidence == "default: nothing measured here on NVIDIA H200"
 
 
@@ -174,6 +176,9 @@ def test_sequences_none_of_which_may_be_decodes_are_left_to_prefill_alone_where_
         assert decide(tree, Bounds(256, seqs, 256 * seqs, keys, 256)).schedule == alone
         assert decide(tree, Bounds(256, seqs, 255 * seqs, keys, 9)).schedule == alone
         assert decide(tree, Bounds(256, seqs, 255 * seqs, keys, 8)).schedule == both(64, 64), "measured on others alone"
+    hot = chosen(decode_times({both(64, 64): lambda s, k: 90.0, alone: lambda s, k: 100.0}, query_len=256)).tree
+    assert decide(hot, Bounds(256, 8, 2048, 700, 256)).schedule == alone, "a decode in vain saves nothing: the clock was another"
+    assert decide(hot, Bounds(256, 1, 256, 700, 256)).schedule == alone
 
 
 @pytest.mark.parametrize(("query_heads", "served"), [(4, True), (6, False)])
@@ -219,7 +224,8 @@ def test_a_kernel_that_gave_a_wrong_answer_is_never_chosen():
 def test_workloads_beyond_the_limits_do_not_count():
     times = {rows(64): lambda s, k: 100.0, rows(16): lambda s, k: 50.0 if k > 10_000 else 200.0}
     short = LIMITS.model_copy(update={"max_seq_len": 8192})
-    assert chosen(decode_times(times), limits=short).schedules == (rows(64), rows(64, 8), both(64, 64))
+    alone = Schedule(None, both(64, 64).prefill, 0)
+    assert chosen(decode_times(times), limits=short).schedules == (rows(64), rows(64, 8), alone, both(64, 64))
 
 
 def test_the_defaults_must_serve_every_query_length():
@@ -413,8 +419,10 @@ def test_nothing_related_leaves_the_conservative_rows_and_says_so():
         "mi300x: no measurements of its own nor of a relative for this geometry and aligned tensors; "
         "uses the conservative configurations of specgen/tuning/configs.yaml",
     )
-    assert [(box.low.query_len, box.high.query_len, box.leaf.schedule) for box in boxes(choice.tree, LIMITS)] == [
-        (1, 1, rows(64)), (2, 8, rows(64, 8)), (9, 4096, both(64, 64)),
-    ]  # fmt: skip
+    alone = Schedule(None, both(64, 64).prefill, 0)
+    found = [(box.low.query_len, box.high.query_len, box.low.least_query_len, box.leaf.schedule) for box in boxes(choice.tree, LIMITS)]
+    assert found == [(1, 1, 1, rows(64)), (2, 8, 1, rows(64, 8)), (9, 4096, 1, both(64, 64)), (9, 4096, 9, alone)]
+    unaligned = chosen([], ("mi300x",), aligned=False)
+    assert unaligned.schedules == (rows(64), rows(64, 8), both(64, 64)), "few calls: no kernel more for them"
     assert choice.training is choice.held_out is choice.default is choice.gpu is None
     assert choice.decisions[0].measurements == ()

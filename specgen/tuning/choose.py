@@ -94,12 +94,25 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of query lengths with the default schedule there, and up to how many keys a prefill that cuts them needs no decode."""
+    """A range of query lengths with the default schedule there, that of calls none of whose sequences may be decode's (`alone`: its
+    prefill, for all of them; None where there is no such schedule), and up to how many keys a prefill that cuts them needs no decode."""
 
     low: int
     high: int
     default: Schedule
+    alone: Schedule | None
     spread_keys: int
+
+    @property
+    def whole_default(self) -> Schedule:
+        """The default of whole sequences."""
+        return self.alone or self.default
+
+    def untuned(self, leaf: Callable[[Schedule], object]) -> object:
+        """The tree over `leaf(schedule)` of the defaults."""
+        if self.alone is None:
+            return leaf(self.default)
+        return Split("least_query_len", self.default.max_query_len, leaf(self.default), leaf(self.alone))
 
 
 def choose(
@@ -128,27 +141,32 @@ def choose(
     ValueError for defaults that leave a call without a schedule.
     """
     shape = attention_part(geometry)
-    parts = _parts(defaults, limits, ALONE_KEYS_SPREAD if shape.packed_heads == shape.group else 0)
+    may_be_alone = aligned and not refused
+    parts = _parts(
+        defaults,
+        limits,
+        lambda schedule: may_be_alone and fits(schedule) is None,
+        ALONE_KEYS_SPREAD if shape.packed_heads == shape.group else 0,
+    )
     own = [m for m in measurements if m.setting.geometry == shape and m.setting.aligned == aligned]
     relative = nearest(targets[0], {m.setting.gpu for m in own}, known)
     if relative is None or refused:
         reason = f"default: {refused or 'nothing measured for this geometry on this or a related GPU'}"
-        tree = _joined(parts, [Decision(part.default, reason) for part in parts])
+        tree = _joined(parts, [part.untuned(lambda schedule: Decision(schedule, reason)) for part in parts])
         warnings = () if refused else tuple(alone(target, aligned) for target in targets)
         return Choice(clip(tree, limits), None, None, warnings, None, None, None)
     parts = _by_row_block(parts, shape.group)
     model = _model(relative.gpu)
-    matrix = tabulate(
-        (m for m in own if _model(m.setting.gpu) == model), also=[schedule for _, schedule in defaults]
-    )
-    matrix = _within(matrix, limits, fits, {schedule for _, schedule in defaults})
+    untuned = list(dict.fromkeys(schedule for part in parts for schedule in (part.default, part.whole_default)))
+    matrix = tabulate((m for m in own if _model(m.setting.gpu) == model), also=untuned)
+    matrix = _within(matrix, limits, fits, untuned)
     given = {w for w, workload in enumerate(matrix.workloads) if workload.name in held_out}
     rows = [w for w in range(len(matrix.workloads)) if w not in given]
     options = (limits, tolerance, max_leaves)
     tree = _whole(matrix, rows, parts, *options)
     judged = _on(matrix, sorted(given), tree) if given else _cross_validated(matrix, parts, *options)
     named = replace_leaves(tree, lambda leaf: _decision(matrix, leaf, relative.gpu.name))
-    defaults_tree = _joined(parts, [Leaf(matrix.schedules.index(part.default), ()) for part in parts])
+    defaults_tree = _joined(parts, [part.untuned(lambda schedule: Leaf(matrix.schedules.index(schedule), ())) for part in parts])
     return Choice(
         clip(named, limits),
         relative.gpu,
@@ -182,14 +200,17 @@ def _cuts(schedule: Schedule) -> bool:
     return schedule.prefill is not None and schedule.prefill.config.cuts
 
 
-def _parts(defaults: Sequence[tuple[int, Schedule]], limits: Limits, spread_keys: int) -> list[_Part]:
+def _parts(
+    defaults: Sequence[tuple[int, Schedule]], limits: Limits, may_serve: Callable[[Schedule], bool], spread_keys: int
+) -> list[_Part]:
     parts, low = [], 1
     for bound, schedule in defaults:
         if not schedule.legal(bound):
             raise ValueError(f"default {schedule.label!r} cannot serve {bound} query rows per sequence")
         if bound < low:
             raise ValueError(f"defaults: needs rising bounds, got {bound} after {low - 1}")
-        parts.append(_Part(low, bound, schedule, spread_keys))
+        alone = Schedule(None, schedule.prefill, 0) if schedule.decode and schedule.prefill else None
+        parts.append(_Part(low, bound, schedule, alone if alone and may_serve(alone) else None, spread_keys))
         low = bound + 1
     if low <= limits.max_tokens:
         raise ValueError(f"defaults: end at {low - 1} query rows per sequence, limits.max_tokens is {limits.max_tokens}")
@@ -236,11 +257,17 @@ def _whole(matrix: Matrix, rows: Sequence[int], parts: Sequence[_Part], limits, 
 def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> object:
     """The tree over a range of query lengths; `options` as in `_whole`."""
 
-    def fitted(inside: Callable[[Bounds], bool], allowed: Callable[[Schedule], bool] = lambda schedule: True) -> object:
-        return _fitted(matrix, rows, part, inside, allowed, *options)
+    def fitted(
+        default: Schedule, inside: Callable[[Bounds], bool], allowed: Callable[[Schedule], bool] = lambda schedule: True
+    ) -> object:
+        return _fitted(matrix, rows, part, default, inside, allowed, *options)
 
     if part.default.decode is None or part.default.prefill is None:
-        return fitted(lambda bounds: True)
+        return fitted(part.default, lambda bounds: True)
+
+    def in_vain(schedule: Schedule) -> bool:
+        """Whether it launches a decode for nothing where no sequence can be decode's: never faster than without, whatever was measured."""
+        return part.alone is not None and _decodes(schedule)
 
     def guarded(whole: bool, least: int, most: float, keys: int) -> Split:
         """So many sequences, which are `whole` or not: with more keys than that over schedules that spread a cache, and, where a sequence
@@ -249,9 +276,9 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
         def within(above: float, up_to: float, allowed: Callable[[Schedule], bool], fewest: float = 0, tokens: float = inf) -> object:
             def inside(b: Bounds) -> bool:
                 there = least <= b.seqs <= most and above < b.keys <= up_to and fewest < b.tokens <= tokens
-                return there and (b.least_query_len >= part.low) == whole
+                return there and (b.least_query_len > part.default.max_query_len) == whole
 
-            return fitted(inside, allowed)
+            return fitted(part.whole_default if whole else part.default, inside, allowed)
 
         def long_caches(above: float, up_to: float, allowed: Callable[[Schedule], bool]) -> object:
             if not _cuts(part.default):
@@ -259,9 +286,10 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
             few = within(above, up_to, lambda schedule: allowed(schedule) and _cuts(schedule), tokens=FEW_TOKENS)
             return Split("tokens", FEW_TOKENS, few, within(above, up_to, allowed, fewest=FEW_TOKENS))
 
-        short = within(0, keys, lambda schedule: True)
         if whole:
-            return Split("keys", keys, short, long_caches(keys, inf, lambda schedule: True))
+            short = within(0, keys, lambda schedule: not in_vain(schedule))
+            return Split("keys", keys, short, long_caches(keys, inf, lambda schedule: not in_vain(schedule)))
+        short = within(0, keys, lambda schedule: True)
         spread = max(keys, part.spread_keys)
         middle = long_caches(keys, spread, lambda schedule: _decodes(schedule) or _cuts(schedule))
         long = long_caches(spread, inf, _decodes)
@@ -272,14 +300,15 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
         return Split("seqs", MANY_SEQS, few, many)
 
     # A sequence alone is whole.
-    one = fitted(lambda bounds: bounds.seqs == 1)
-    shared = Split("least_query_len", part.low - 1, several(False), several(True))
+    one = fitted(part.whole_default, lambda bounds: bounds.seqs == 1, lambda schedule: not in_vain(schedule))
+    shared = Split("least_query_len", part.default.max_query_len, several(False), several(True))
     return merge(Split("seqs", 1, one, shared), _same)
 
 
-def _fitted(matrix: Matrix, rows, part: _Part, inside, allowed, limits, tolerance, max_leaves) -> object:
-    """The tree for those calls of a part whose bounds are `inside`, over the schedules that are legal there and `allowed`."""
-    default = matrix.schedules.index(part.default)
+def _fitted(matrix: Matrix, rows, part: _Part, untuned: Schedule, inside, allowed, limits, tolerance, max_leaves) -> object:
+    """The tree for those calls of a part whose bounds are `inside`, `untuned` where nothing is better, over the schedules that are
+    legal there and `allowed`."""
+    default = matrix.schedules.index(untuned)
     legal = [s for s, schedule in enumerate(matrix.schedules) if schedule.legal(part.high) and allowed(schedule)]
     rows = [w for w in rows if part.low <= matrix.workloads[w].bounds.query_len <= part.high]
     bounds = {w: matrix.workloads[w].bounds for w in _telling(matrix, rows, part, legal, default)}

@@ -35,9 +35,24 @@ ATTENTION_ROWS = (
         decode="decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2",
         prefill="prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2",
         reason="decode takes sequences of one query row, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 1),
     ),
     AttentionRow(
         index=2,
+        arch="gfx942",
+        layer="global",
+        query_heads=8,
+        kv_heads=1,
+        aligned=True,
+        min_query_len=2,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q0_m64n64_w4s2c2",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(2, 2147483647),
+    ),
+    AttentionRow(
+        index=3,
         arch="gfx942",
         layer="global",
         query_heads=8,
@@ -50,7 +65,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=3,
+        index=4,
         arch="gfx942",
         layer="global",
         query_heads=8,
@@ -68,13 +83,15 @@ ATTENTION_ROWS = (
 def _gfx942_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 0  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2
-    return 1  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2 and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2
+    if least_query_len <= 1:
+        return 1  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n64_w4s2c2 and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m64n64_w4s2c2
+    return 2  # prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q0_m64n64_w4s2c2
 
 
 def _gfx942_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 2  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned
-    return 3  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m32n16_w4s1c2_unaligned
+        return 3  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned
+    return 4  # decode_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m16n16_w4s1c2_unaligned and prefill_h8x1_d128_p528_bf16_causal_scale0_0001_q1_m32n16_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.

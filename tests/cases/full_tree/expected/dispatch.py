@@ -35,9 +35,24 @@ ATTENTION_ROWS = (
         decode="decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of one query row, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 1),
     ),
     AttentionRow(
         index=2,
+        arch="sm_90",
+        layer="global",
+        query_heads=4,
+        kv_heads=4,
+        aligned=True,
+        min_query_len=2,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_ws_h4x4_d64_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(2, 2147483647),
+    ),
+    AttentionRow(
+        index=3,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -50,7 +65,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=3,
+        index=4,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -68,13 +83,15 @@ ATTENTION_ROWS = (
 def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
         return 0  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s2c2_m128
-    return 1  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50 and prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1
+    if least_query_len <= 1:
+        return 1  # decode_ws_h4x4_d64_p16_bf16_causal_q1_m16n128_w4s6c1_ef1_m168_s50 and prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1
+    return 2  # prefill_ws_h4x4_d64_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 2  # decode_h4x4_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned
-    return 3  # decode_h4x4_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned and prefill_h4x4_d64_p16_bf16_causal_q1_m32n32_w4s1c2_unaligned
+        return 3  # decode_h4x4_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned
+    return 4  # decode_h4x4_d64_p16_bf16_causal_q1_m16n32_w4s1c2_unaligned and prefill_h4x4_d64_p16_bf16_causal_q1_m32n32_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.

@@ -48,9 +48,24 @@ ATTENTION_ROWS = (
         decode="decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h8x2_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
         index=3,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_ws_h8x2_d128_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=4,
         arch="sm_90",
         layer="global",
         query_heads=8,
@@ -63,7 +78,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=4,
+        index=5,
         arch="sm_90",
         layer="global",
         query_heads=8,
@@ -76,7 +91,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=5,
+        index=6,
         arch="sm_90",
         layer="global",
         query_heads=8,
@@ -89,7 +104,7 @@ ATTENTION_ROWS = (
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=6,
+        index=7,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -102,7 +117,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=7,
+        index=8,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -115,7 +130,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=8,
+        index=9,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -126,9 +141,24 @@ ATTENTION_ROWS = (
         decode="decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h4x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
-        index=9,
+        index=10,
+        arch="sm_90",
+        layer="global",
+        query_heads=4,
+        kv_heads=1,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_ws_h4x1_d128_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=11,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -141,7 +171,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=10,
+        index=12,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -154,7 +184,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=11,
+        index=13,
         arch="sm_90",
         layer="global",
         query_heads=4,
@@ -167,7 +197,7 @@ ATTENTION_ROWS = (
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=12,
+        index=14,
         arch="sm_90",
         layer="global",
         query_heads=2,
@@ -180,7 +210,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=13,
+        index=15,
         arch="sm_90",
         layer="global",
         query_heads=2,
@@ -193,7 +223,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=14,
+        index=16,
         arch="sm_90",
         layer="global",
         query_heads=2,
@@ -204,9 +234,24 @@ ATTENTION_ROWS = (
         decode="decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50",
         prefill="prefill_ws_h2x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
-        index=15,
+        index=17,
+        arch="sm_90",
+        layer="global",
+        query_heads=2,
+        kv_heads=1,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_ws_h2x1_d128_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=18,
         arch="sm_90",
         layer="global",
         query_heads=2,
@@ -219,7 +264,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=16,
+        index=19,
         arch="sm_90",
         layer="global",
         query_heads=2,
@@ -232,7 +277,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=17,
+        index=20,
         arch="sm_90",
         layer="global",
         query_heads=2,
@@ -245,7 +290,7 @@ ATTENTION_ROWS = (
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=18,
+        index=21,
         arch="sm_80",
         layer="global",
         query_heads=8,
@@ -258,7 +303,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=19,
+        index=22,
         arch="sm_80",
         layer="global",
         query_heads=8,
@@ -271,7 +316,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=20,
+        index=23,
         arch="sm_80",
         layer="global",
         query_heads=8,
@@ -282,9 +327,24 @@ ATTENTION_ROWS = (
         decode="decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
-        index=21,
+        index=24,
+        arch="sm_80",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_h8x2_d128_p16_bf16_causal_q0_m128n64_w8s3c1",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=25,
         arch="sm_80",
         layer="global",
         query_heads=8,
@@ -297,7 +357,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=22,
+        index=26,
         arch="sm_80",
         layer="global",
         query_heads=8,
@@ -310,7 +370,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=23,
+        index=27,
         arch="sm_80",
         layer="global",
         query_heads=8,
@@ -323,7 +383,7 @@ ATTENTION_ROWS = (
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=24,
+        index=28,
         arch="sm_80",
         layer="global",
         query_heads=4,
@@ -336,7 +396,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=25,
+        index=29,
         arch="sm_80",
         layer="global",
         query_heads=4,
@@ -349,7 +409,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=26,
+        index=30,
         arch="sm_80",
         layer="global",
         query_heads=4,
@@ -360,9 +420,24 @@ ATTENTION_ROWS = (
         decode="decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
-        index=27,
+        index=31,
+        arch="sm_80",
+        layer="global",
+        query_heads=4,
+        kv_heads=1,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_h4x1_d128_p16_bf16_causal_q0_m128n64_w8s3c1",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=32,
         arch="sm_80",
         layer="global",
         query_heads=4,
@@ -375,7 +450,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=28,
+        index=33,
         arch="sm_80",
         layer="global",
         query_heads=4,
@@ -388,7 +463,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=29,
+        index=34,
         arch="sm_80",
         layer="global",
         query_heads=4,
@@ -401,7 +476,7 @@ ATTENTION_ROWS = (
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=30,
+        index=35,
         arch="sm_80",
         layer="global",
         query_heads=2,
@@ -414,7 +489,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=31,
+        index=36,
         arch="sm_80",
         layer="global",
         query_heads=2,
@@ -427,7 +502,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=32,
+        index=37,
         arch="sm_80",
         layer="global",
         query_heads=2,
@@ -438,9 +513,24 @@ ATTENTION_ROWS = (
         decode="decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2",
         prefill="prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
-        index=33,
+        index=38,
+        arch="sm_80",
+        layer="global",
+        query_heads=2,
+        kv_heads=1,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_h2x1_d128_p16_bf16_causal_q0_m128n64_w8s3c1",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=39,
         arch="sm_80",
         layer="global",
         query_heads=2,
@@ -453,7 +543,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=34,
+        index=40,
         arch="sm_80",
         layer="global",
         query_heads=2,
@@ -466,7 +556,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=35,
+        index=41,
         arch="sm_80",
         layer="global",
         query_heads=2,
@@ -486,101 +576,107 @@ def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
         return 0  # decode_ws_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
         return 1  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 2  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h8x2_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
+    if least_query_len <= 4:
+        return 2  # decode_ws_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h8x2_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
+    return 3  # prefill_ws_h8x2_d128_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 3  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+        return 4  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
-        return 4  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 5  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
+        return 5  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 6  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_90_2(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 6  # decode_ws_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
+        return 7  # decode_ws_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
-        return 7  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 8  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h4x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
+        return 8  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    if least_query_len <= 4:
+        return 9  # decode_ws_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h4x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
+    return 10  # prefill_ws_h4x1_d128_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_3(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 9  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+        return 11  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
-        return 10  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 11  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
+        return 12  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 13  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_90_4(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 12  # decode_ws_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
+        return 14  # decode_ws_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s2c2_m128
     if query_len <= 4:
-        return 13  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
-    return 14  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h2x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
+        return 15  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s2c2_m128
+    if least_query_len <= 4:
+        return 16  # decode_ws_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s6c1_ef1_m168_s50 and prefill_ws_h2x1_d128_p16_bf16_causal_q4_m64n64_w4s2c2_m128_s1
+    return 17  # prefill_ws_h2x1_d128_p16_bf16_causal_q0_m64n64_w4s2c2_m128_s1
 
 
 def _sm_90_5(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 15  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+        return 18  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
-        return 16  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 17  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
+        return 19  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 20  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_80_6(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 18  # decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+        return 21  # decode_h8x2_d128_p16_bf16_causal_q1_m16n64_w4s3c2
     if query_len <= 4:
-        return 19  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    return (
-        20  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1
-    )
+        return 22  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    if least_query_len <= 4:
+        return 23  # decode_h8x2_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h8x2_d128_p16_bf16_causal_q4_m128n64_w8s3c1
+    return 24  # prefill_h8x2_d128_p16_bf16_causal_q0_m128n64_w8s3c1
 
 
 def _sm_80_7(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 21  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+        return 25  # decode_h8x2_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
-        return 22  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 23  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
+        return 26  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 27  # decode_h8x2_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h8x2_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_80_8(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 24  # decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+        return 28  # decode_h4x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
     if query_len <= 4:
-        return 25  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    return (
-        26  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1
-    )
+        return 29  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    if least_query_len <= 4:
+        return 30  # decode_h4x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h4x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1
+    return 31  # prefill_h4x1_d128_p16_bf16_causal_q0_m128n64_w8s3c1
 
 
 def _sm_80_9(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 27  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+        return 32  # decode_h4x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
-        return 28  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 29  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
+        return 33  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 34  # decode_h4x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h4x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 def _sm_80_10(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 30  # decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
+        return 35  # decode_h2x1_d128_p16_bf16_causal_q1_m16n64_w4s3c2
     if query_len <= 4:
-        return 31  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
-    return (
-        32  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1
-    )
+        return 36  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2
+    if least_query_len <= 4:
+        return 37  # decode_h2x1_d128_p16_bf16_causal_q4_m16n64_w4s3c2 and prefill_h2x1_d128_p16_bf16_causal_q4_m128n64_w8s3c1
+    return 38  # prefill_h2x1_d128_p16_bf16_causal_q0_m128n64_w8s3c1
 
 
 def _sm_80_11(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 33  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
+        return 39  # decode_h2x1_d128_p16_bf16_causal_q1_m16n16_w4s1c2_unaligned
     if query_len <= 4:
-        return 34  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
-    return 35  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
+        return 40  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned
+    return 41  # decode_h2x1_d128_p16_bf16_causal_q4_m16n16_w4s1c2_unaligned and prefill_h2x1_d128_p16_bf16_causal_q4_m32n16_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.

@@ -48,9 +48,24 @@ ATTENTION_ROWS = (
         decode="decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2",
         prefill="prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
         index=3,
+        arch="sm_90",
+        layer="global",
+        query_heads=8,
+        kv_heads=2,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_h8x2_d64_p48_bf16_causal_q0_m128n64_w4s3c2",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=4,
         arch="sm_90",
         layer="global",
         query_heads=8,
@@ -63,7 +78,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=4,
+        index=5,
         arch="sm_90",
         layer="global",
         query_heads=8,
@@ -76,7 +91,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=5,
+        index=6,
         arch="sm_90",
         layer="global",
         query_heads=8,
@@ -89,7 +104,7 @@ ATTENTION_ROWS = (
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=6,
+        index=7,
         arch="sm_90",
         layer="local",
         query_heads=4,
@@ -102,7 +117,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=7,
+        index=8,
         arch="sm_90",
         layer="local",
         query_heads=4,
@@ -115,7 +130,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=8,
+        index=9,
         arch="sm_90",
         layer="local",
         query_heads=4,
@@ -126,9 +141,24 @@ ATTENTION_ROWS = (
         decode="decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2",
         prefill="prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2",
         reason="decode takes sequences of at most 4 query rows, prefill the longer ones; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(1, 4),
     ),
     AttentionRow(
-        index=9,
+        index=10,
+        arch="sm_90",
+        layer="local",
+        query_heads=4,
+        kv_heads=4,
+        aligned=True,
+        min_query_len=5,
+        max_query_len=64,
+        decode=None,
+        prefill="prefill_h4x4_d64x32_p48_bf16_bidirectional_q0_m128n64_w4s3c2",
+        reason="prefill takes every sequence; default: nothing measured for this geometry on this or a related GPU",
+        least_query_len=(5, 2147483647),
+    ),
+    AttentionRow(
+        index=11,
         arch="sm_90",
         layer="local",
         query_heads=4,
@@ -141,7 +171,7 @@ ATTENTION_ROWS = (
         reason="one query row a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=10,
+        index=12,
         arch="sm_90",
         layer="local",
         query_heads=4,
@@ -154,7 +184,7 @@ ATTENTION_ROWS = (
         reason="at most 4 query rows a sequence: decode alone; default: nothing measured for this geometry on this or a related GPU",
     ),
     AttentionRow(
-        index=11,
+        index=13,
         arch="sm_90",
         layer="local",
         query_heads=4,
@@ -174,31 +204,35 @@ def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
         return 0  # decode_h8x2_d64_p48_bf16_causal_q1_m16n128_w4s3c2
     if query_len <= 4:
         return 1  # decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2
-    return 2  # decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2 and prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2
+    if least_query_len <= 4:
+        return 2  # decode_h8x2_d64_p48_bf16_causal_q4_m16n128_w4s3c2 and prefill_h8x2_d64_p48_bf16_causal_q4_m128n64_w4s3c2
+    return 3  # prefill_h8x2_d64_p48_bf16_causal_q0_m128n64_w4s3c2
 
 
 def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 3  # decode_h8x2_d64_p48_bf16_causal_q1_m16n32_w4s1c2_unaligned
+        return 4  # decode_h8x2_d64_p48_bf16_causal_q1_m16n32_w4s1c2_unaligned
     if query_len <= 4:
-        return 4  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned
-    return 5  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned and prefill_h8x2_d64_p48_bf16_causal_q4_m32n32_w4s1c2_unaligned
+        return 5  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned
+    return 6  # decode_h8x2_d64_p48_bf16_causal_q4_m16n32_w4s1c2_unaligned and prefill_h8x2_d64_p48_bf16_causal_q4_m32n32_w4s1c2_unaligned
 
 
 def _sm_90_2(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 6  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n128_w4s3c2
+        return 7  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n128_w4s3c2
     if query_len <= 4:
-        return 7  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2
-    return 8  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2 and prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2
+        return 8  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2
+    if least_query_len <= 4:
+        return 9  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n128_w4s3c2 and prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m128n64_w4s3c2
+    return 10  # prefill_h4x4_d64x32_p48_bf16_bidirectional_q0_m128n64_w4s3c2
 
 
 def _sm_90_3(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 1:
-        return 9  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n32_w4s1c2_unaligned
+        return 11  # decode_h4x4_d64x32_p48_bf16_bidirectional_q1_m16n32_w4s1c2_unaligned
     if query_len <= 4:
-        return 10  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned
-    return 11  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned and prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m32n32_w4s1c2_unaligned
+        return 12  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned
+    return 13  # decode_h4x4_d64x32_p48_bf16_bidirectional_q4_m16n32_w4s1c2_unaligned and prefill_h4x4_d64x32_p48_bf16_bidirectional_q4_m32n32_w4s1c2_unaligned
 
 
 # (arch, layer, query_heads, kv_heads, aligned) -> the index of the row for a call of these bounds.
