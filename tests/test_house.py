@@ -25,7 +25,7 @@ LAYERS = {
     "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
     " cache toolchain loops descriptors resources child aot aot_worker wheel verify"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
-    " tuning.evidence tuning.relatives tuning.choose"
+    " tuning.evidence tuning.relatives tuning.parts tuning.choose"
     " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep"
     " bench.batch bench.timing bench.machine bench.peers bench.vllm_triton bench.results bench.contest bench.step"
     " bench.report bench.pictures bench.output",
@@ -69,7 +69,8 @@ EXTRA = {
     "tuning.cover": "tuning.matrix",
     "tuning.tree": "runtime.table",
     "tuning.evidence": "tuning.matrix",
-    "tuning.choose": "runtime.table tuning.cover tuning.evidence tuning.matrix tuning.regret tuning.relatives tuning.tree",
+    "tuning.parts": "tuning.tree",
+    "tuning.choose": "runtime.table tuning.cover tuning.evidence tuning.matrix tuning.parts tuning.regret tuning.relatives tuning.tree",
     "plan": "expand load runtime.arguments runtime.table tuning.tree",  # an Expansion and a Loaded are its input; rows are what the package reads
     "render": "load",  # a Loaded is its input
     "manifest": "expand plan runtime.installed",  # an Expansion is its input; the package's name; the format that the package reads

@@ -7,7 +7,8 @@
 #include "_tensor_maps.h"
 
 #define ROUTES "_launch.Routes"
-#define MAX_ROUTES 256 /* of one reader: devices, their streams, rows in use (a measured table may have 200); calls beyond are launched from Python */
+/* Of one reader: devices, their streams, rows in use, of which a measured table may have 200. Calls beyond are launched from Python. */
+#define MAX_ROUTES 256
 
 typedef struct kernel kernel_t;
 static kernel_t *kernel_of(PyObject *callable);

@@ -6,8 +6,7 @@ all of it. A schedule takes the place of the default only where that makes no me
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 from math import inf, log
 from statistics import median
 
@@ -17,6 +16,7 @@ from specgen.target import Target
 from specgen.tuning import evidence
 from specgen.tuning.cover import TOLERANCE, cover
 from specgen.tuning.matrix import Matrix, is_faster, tabulate
+from specgen.tuning.parts import Part, by_row_block, divided, joined
 from specgen.tuning.records import Gpu, Measurement, Schedule, attention_part
 from specgen.tuning.regret import Regret, regret
 from specgen.tuning.relatives import alone, nearest
@@ -36,8 +36,6 @@ ALONE_KEYS_SPREAD = 8192
 # Query rows of several sequences, up to which prefill cuts keys where their caches may be long: uncut, one row block of such a cache
 # takes as long as all others together, or longer. It holds where what is launched without measurements cuts keys, too.
 FEW_TOKENS = 1024
-# Rows of the smallest row block of a decode, those of a matrix product.
-DECODE_ROWS = 16
 # For a workload to be fitted to: the part of the usual number of schedules that were measured on it, and by what factor decode must pay
 # where the default was not.
 LEAST_SHARE = 0.5
@@ -92,29 +90,6 @@ class Choice:
         return tuple(dict.fromkeys(decision.schedule for decision in self.decisions))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A range of query lengths with the default schedule there, that of calls none of whose sequences may be decode's (`alone`: its
-    prefill, for all of them; None where there is no such schedule), and up to how many keys a prefill that cuts them needs no decode."""
-
-    low: int
-    high: int
-    default: Schedule
-    alone: Schedule | None
-    spread_keys: int
-
-    @property
-    def whole_default(self) -> Schedule:
-        """The default of whole sequences."""
-        return self.alone or self.default
-
-    def untuned(self, leaf: Callable[[Schedule], object]) -> object:
-        """The tree over `leaf(schedule)` of the defaults."""
-        if self.alone is None:
-            return leaf(self.default)
-        return Split("least_query_len", self.default.max_query_len, leaf(self.default), leaf(self.alone))
-
-
 def choose(
     measurements: Iterable[Measurement],
     *,
@@ -142,7 +117,7 @@ def choose(
     """
     shape = attention_part(geometry)
     may_be_alone = aligned and not refused
-    parts = _parts(
+    parts = divided(
         defaults,
         limits,
         lambda schedule: may_be_alone and fits(schedule) is None,
@@ -152,10 +127,10 @@ def choose(
     relative = nearest(targets[0], {m.setting.gpu for m in own}, known)
     if relative is None or refused:
         reason = f"default: {refused or 'nothing measured for this geometry on this or a related GPU'}"
-        tree = _joined(parts, [part.untuned(lambda schedule: Decision(schedule, reason)) for part in parts])
+        tree = joined(parts, [part.untuned(lambda schedule: Decision(schedule, reason)) for part in parts])
         warnings = () if refused else tuple(alone(target, aligned) for target in targets)
         return Choice(clip(tree, limits), None, None, warnings, None, None, None)
-    parts = _by_row_block(parts, shape.group)
+    parts = by_row_block(parts, shape.group)
     model = _model(relative.gpu)
     untuned = list(dict.fromkeys(schedule for part in parts for schedule in (part.default, part.whole_default)))
     matrix = tabulate((m for m in own if _model(m.setting.gpu) == model), also=untuned)
@@ -166,7 +141,7 @@ def choose(
     tree = _whole(matrix, rows, parts, *options)
     judged = _on(matrix, sorted(given), tree) if given else _cross_validated(matrix, parts, *options)
     named = replace_leaves(tree, lambda leaf: _decision(matrix, leaf, relative.gpu.name))
-    defaults_tree = _joined(parts, [part.untuned(lambda schedule: Leaf(matrix.schedules.index(schedule), ())) for part in parts])
+    defaults_tree = joined(parts, [part.untuned(lambda schedule: Leaf(matrix.schedules.index(schedule), ())) for part in parts])
     return Choice(
         clip(named, limits),
         relative.gpu,
@@ -200,41 +175,6 @@ def _cuts(schedule: Schedule) -> bool:
     return schedule.prefill is not None and schedule.prefill.config.cuts
 
 
-def _parts(
-    defaults: Sequence[tuple[int, Schedule]], limits: Limits, may_serve: Callable[[Schedule], bool], spread_keys: int
-) -> list[_Part]:
-    parts, low = [], 1
-    for bound, schedule in defaults:
-        if not schedule.legal(bound):
-            raise ValueError(f"default {schedule.label!r} cannot serve {bound} query rows per sequence")
-        if bound < low:
-            raise ValueError(f"defaults: needs rising bounds, got {bound} after {low - 1}")
-        alone = Schedule(None, schedule.prefill, 0) if schedule.decode and schedule.prefill else None
-        parts.append(_Part(low, bound, schedule, alone if alone and may_serve(alone) else None, spread_keys))
-        low = bound + 1
-    if low <= limits.max_tokens:
-        raise ValueError(f"defaults: end at {low - 1} query rows per sequence, limits.max_tokens is {limits.max_tokens}")
-    return parts
-
-
-def _by_row_block(parts: Sequence[_Part], group: int) -> list[_Part]:
-    """The parts with one of its own for as many rows as one row block of a decode holds: two row blocks take twice as long."""
-    bound = DECODE_ROWS // group
-    found = []
-    for part in parts:
-        if part.low <= bound < part.high and part.default.prefill is None:
-            found += [replace(part, high=bound), replace(part, low=bound + 1)]
-        else:
-            found.append(part)
-    return found
-
-
-def _joined(parts: Sequence[_Part], trees: Sequence[object]) -> object:
-    """One tree that takes each part's tree in its range."""
-    pairs = list(zip(parts, trees))
-    return reduce(lambda high, pair: Split("query_len", pair[0].high, pair[1], high), reversed(pairs[:-1]), trees[-1])
-
-
 def _model(gpu: Gpu) -> tuple:
     """What makes two devices one model; the memory that a driver reports varies."""
     return gpu.name, gpu.arch, gpu.multiprocessors
@@ -248,13 +188,13 @@ def _within(matrix: Matrix, limits: Limits, fits, defaults: Collection[Schedule]
     return matrix.only(rows, columns)
 
 
-def _whole(matrix: Matrix, rows: Sequence[int], parts: Sequence[_Part], limits, tolerance, max_leaves) -> object:
+def _whole(matrix: Matrix, rows: Sequence[int], parts: Sequence[Part], limits, tolerance, max_leaves) -> object:
     """The tree over all parts; its leaves are tree.Leaf, columns and points by index in `matrix`."""
     options = (limits, tolerance, max_leaves)
-    return _joined(parts, [_part_tree(matrix, rows, part, *options) for part in parts])
+    return joined(parts, [_part_tree(matrix, rows, part, *options) for part in parts])
 
 
-def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> object:
+def _part_tree(matrix: Matrix, rows: Sequence[int], part: Part, *options) -> object:
     """The tree over a range of query lengths; `options` as in `_whole`."""
 
     def fitted(
@@ -266,12 +206,12 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
         return fitted(part.default, lambda bounds: True)
 
     def in_vain(schedule: Schedule) -> bool:
-        """Whether it launches a decode for nothing where no sequence can be decode's: never faster than without, whatever was measured."""
+        """Whether it launches a decode for nothing where no sequence can be decode's: no faster than without, whatever a run says."""
         return part.alone is not None and _decodes(schedule)
 
     def guarded(whole: bool, least: int, most: float, keys: int) -> Split:
-        """So many sequences, which are `whole` or not: with more keys than that over schedules that spread a cache, and, where a sequence
-        may be decode's, with many more over those with a decode."""
+        """So many sequences, all `whole` or some perhaps decode's: with more keys than that over schedules that spread a cache, and the
+        latter with many more over those with a decode."""
 
         def within(above: float, up_to: float, allowed: Callable[[Schedule], bool], fewest: float = 0, tokens: float = inf) -> object:
             def inside(b: Bounds) -> bool:
@@ -305,7 +245,7 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: _Part, *options) -> ob
     return merge(Split("seqs", 1, one, shared), _same)
 
 
-def _fitted(matrix: Matrix, rows, part: _Part, untuned: Schedule, inside, allowed, limits, tolerance, max_leaves) -> object:
+def _fitted(matrix: Matrix, rows, part: Part, untuned: Schedule, inside, allowed, limits, tolerance, max_leaves) -> object:
     """The tree for those calls of a part whose bounds are `inside`, `untuned` where nothing is better, over the schedules that are
     legal there and `allowed`."""
     default = matrix.schedules.index(untuned)
@@ -341,7 +281,7 @@ def _fitted(matrix: Matrix, rows, part: _Part, untuned: Schedule, inside, allowe
     return merge(replace_leaves(grown, settled), _same)
 
 
-def _telling(matrix: Matrix, rows: Sequence[int], part: _Part, legal: Sequence[int], default: int) -> list[int]:
+def _telling(matrix: Matrix, rows: Sequence[int], part: Part, legal: Sequence[int], default: int) -> list[int]:
     """The workloads that tell which of these columns is best. On others a sweep that did not end may have left out the best: few
     columns were measured there, beside what is usual; or, where not every prefill may serve alone, the default was not, and
     no decode beside a prefill is ahead of every prefill alone."""

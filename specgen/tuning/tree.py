@@ -13,7 +13,7 @@ from specgen.runtime.table import Bounds
 from specgen.spec import Limits
 
 MAX_LEAVES = 32
-# What a fit splits at, the first of Bounds: the last one only tells whether short sequences are among the long, which choose.py asks.
+# What a fit splits at, the first of Bounds: the last only tells whether a sequence may be decode's, which choose.py asks.
 _SEARCHED = Bounds._fields[:4]
 # What one more leaf must save: this much of the mean cost, a log slowdown; 0.0005 is 0.05 % of the geometric mean.
 MIN_GAIN = 0.0005

@@ -3,8 +3,9 @@
 """Dispatch table of full_tree: which kernels a call launches, by shapes and host integers alone.
 
 Rows of one (arch, layer, heads, alignment) are disjoint and cover every call within the limits; a call is its bounds on query
-rows a sequence, on sequences, tokens and keys a sequence, and the fewest query rows that a sequence has by them. `aligned` rows promise the compiler wide loads; a view that breaks
-the promise takes the other row. `reason` says what chose a row: measurements by id, or a default. SELECTORS finds the row.
+rows a sequence, on sequences, tokens and keys a sequence, and the fewest query rows that a sequence has by them. `aligned` rows
+promise the compiler wide loads; a view that breaks the promise takes the other row. `reason` says what chose a row: measurements
+by id, or a default. SELECTORS finds the row.
 """
 
 from .runtime.table import AppendRow, AttentionRow, MergeRow, VarlenRow
