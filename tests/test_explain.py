@@ -42,6 +42,25 @@ def test_explain(package):
     assert exact.bytes < bounded.bytes < found.bytes
 
 
+def test_a_call_has_no_more_rows_than_its_bounds_allow(package):
+    tensors, keywords = batch([(9, 20), (1, 7)])
+    all_rows, few = (package.explain(*tensors, **keywords, max_seqlen_q=bound) for bound in (9, 2))
+    assert few.operations * 10 == all_rows.operations * 4, "four rows of two sequences, of ten"
+    assert "at most 1 query row per" in str(package.explain(*tensors, **keywords, max_seqlen_q=1))
+
+
+def test_options_of_a_kernel_are_told(package):
+    (symbol,) = package.explain(*batch([(9, 20)])[0], **batch([(9, 20)])[1]).row.symbols[-1:]
+    variant = package.manifest["variants"][symbol]
+    variant["options"] = {"maxnreg": 128, "split": 1}
+    assert "maxnreg 128, split 1" in package.describe()
+    tensors, keywords = batch([(9, 20)])
+    cut = "are cut along them into parts"
+    assert cut not in str(package.explain(*tensors, **keywords))
+    variant["family"] = "prefill_ws"
+    assert cut in str(package.explain(*tensors, **keywords))
+
+
 def test_explain_says_what_breaks_alignment(package):
     tensors, keywords = batch()
     text = str(package.explain(misaligned(tensors[0]), padded(tensors[1]), tensors[2], **keywords))

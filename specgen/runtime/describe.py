@@ -77,8 +77,10 @@ def _variants(manifest: dict):
         facts = [f"block_m {variant['block_m']}"] if variant.get("block_m") else []
         facts += [f"tile_n {variant['tile_n']}"] if variant.get("tile_n") else []
         facts += [f"{variant['num_warps']} warps", f"{variant['num_stages']} stages"]
-        share = variant.get("options", {}).get("share")
+        options = dict(variant.get("options", {}))
+        share = options.pop("share", None)
         facts += [f"{variant['ctas_per_multiprocessor']} per multiprocessor" + (f" on {share} % of them" if share else "")]
+        facts += [f"{name} {value}" for name, value in options.items()]
         facts += ["aligned" if variant.get("aligned") else "unaligned"]
         yield f"  {symbol} ({variant['family']}): {', '.join(facts)}"
         for arch, binary in variant["binaries"].items():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import sizes
-from .arguments import ROLES
+from .arguments import ROLES, cuts_keys
 from .checks import odd_cache
 from .geometry import Geometry
 from .table import EVERY, AttentionRow, Bounds, VarlenRow, least_query_len
@@ -96,7 +96,7 @@ def explain(
         keys_bound = min(keys_bound, max_seqlen_k)
     keys = min(package.limits.max_seq_len, keys_bound)
     reach = None if ranged else geometry.reach
-    used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse)
+    used, operations = work(geometry, min(tokens, seqs * rows_bound), seqs, keys, reach, lengths, return_lse)
     if reach is not None:  # of one sequence, for all its rows
         keys = min(keys, reach - 1 + rows_bound)
     row, why, launches = None, [], []
@@ -154,7 +154,7 @@ def explain_varlen(
     if max_seqlen_k is not None:
         keys = min(keys, max_seqlen_k)
     reach = None if ranged else geometry.reach
-    used, operations = work(geometry, tokens, seqs, keys, reach, lengths, return_lse, key_tokens)
+    used, operations = work(geometry, min(tokens, seqs * rows_bound), seqs, keys, reach, lengths, return_lse, key_tokens)
     row, why, launches = None, [], []
     if rows_bound and seqs:
         broken = _broken_promises(geometry, data)
@@ -194,7 +194,7 @@ def _device(manifest, table, plans, problem) -> tuple[str, int, str, str]:
 def _why(geometry: Geometry, row: AttentionRow, bounds: Bounds, broken: list[str]) -> list[str]:
     why = [
         _why_layer(geometry, row),
-        f"at most {bounds.query_len} query rows per sequence (tokens {bounds.tokens}): "
+        f"at most {bounds.query_len} query row{'s' * (bounds.query_len != 1)} per sequence (tokens {bounds.tokens}): "
         f"row takes {row.min_query_len}..{row.max_query_len}",
     ]
     for name, (low, high) in row.narrowed:
@@ -258,7 +258,8 @@ def _split(geometry: Geometry, variant: dict, grid: int, tokens: int, seqs: int,
         group = geometry.query_heads // geometry.kv_heads
         blocks = geometry.kv_heads * (-(-tokens * group // per_block) + seqs)
         packed = f"a kv head's {group} query heads packed"
-        return f"programs share at most {blocks} blocks of {per_block} rows ({packed})"
+        cut = "; few blocks of many keys are cut along them into parts, which the last merges" if cuts_keys(variant) else ""
+        return f"programs share at most {blocks} blocks of {per_block} rows ({packed}){cut}"
     return "programs share the rows"
 
 
