@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measurements import both, failure, measurement, rows, table
 
-from specgen.runtime.table import Bounds
+from specgen.runtime.table import Bounds, least_query_len
 from specgen.spec import Limits
 from specgen.tuning.cover import _greedy, cover
 from specgen.tuning.matrix import is_faster, tabulate
@@ -257,8 +257,23 @@ def test_boxes_are_total_and_disjoint_and_say_what_the_tree_says(tree):
 @given(TREES)
 def test_clipping_leaves_what_can_matter(tree):
     clipped = clip(tree, LIMITS)
-    assert all(decide(clipped, bounds) == decide(tree, bounds) for bounds in EVERYTHING)
-    assert len(leaves(clipped)) == len(boxes(tree, LIMITS)) == len(boxes(clipped, LIMITS))
+    assert all(decide(clipped, bounds) == decide(tree, bounds) for bounds in EVERYTHING if occurs(bounds))
+    assert len(leaves(clipped)) == len(boxes(clipped, LIMITS)) <= len(boxes(tree, LIMITS))
+
+
+def occurs(bounds: Bounds) -> bool:
+    return bounds.query_len <= bounds.tokens and bounds.least_query_len == least_query_len(*bounds[:3])
+
+
+def test_no_leaf_is_for_calls_that_cannot_be():
+    """One sequence has all tokens; many of many rows have more than there may be."""
+    short_rows = Split("least_query_len", 8, "some may be decode's", "whole")
+    tree = Split("query_len", 8, "decode", Split("seqs", 32, "few", short_rows))
+    limits = LIMITS.model_copy(update={"max_seqs": 1, "max_tokens": 64})
+    assert clip(Split("query_len", 8, "decode", short_rows), limits) == Split("query_len", 8, "decode", "whole")
+    many = limits.model_copy(update={"max_seqs": 64, "max_tokens": 9 * 33})
+    assert clip(tree, many) == tree
+    assert clip(tree, many.model_copy(update={"max_tokens": 9 * 33 - 1})).high == Split("seqs", 32, "few", "some may be decode's")
 
 
 def test_leaves_are_replaced_and_merged():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import NamedTuple
 
-from specgen.runtime.table import Bounds
+from specgen.runtime.table import Bounds, least_query_len
 from specgen.spec import Limits
 
 MAX_LEAVES = 32
@@ -85,17 +85,20 @@ def clip(tree: object, limits: Limits) -> object:
 def _clip(tree: object, low: Bounds, high: Bounds) -> object:
     if not isinstance(tree, Split):
         return tree
-    bound = tree.threshold
-    if getattr(high, tree.feature) <= bound:
+    below, above = high._replace(**{tree.feature: tree.threshold}), low._replace(**{tree.feature: tree.threshold + 1})
+    if getattr(high, tree.feature) <= tree.threshold or not _occurs(above, high):
         return _clip(tree.low, low, high)
-    if getattr(low, tree.feature) > bound:
+    if getattr(low, tree.feature) > tree.threshold or not _occurs(low, below):
         return _clip(tree.high, low, high)
-    return Split(
-        tree.feature,
-        bound,
-        _clip(tree.low, low, high._replace(**{tree.feature: bound})),
-        _clip(tree.high, low._replace(**{tree.feature: bound + 1}), high),
-    )
+    return Split(tree.feature, tree.threshold, _clip(tree.low, low, below), _clip(tree.high, above, high))
+
+
+def _occurs(low: Bounds, high: Bounds) -> bool:
+    """Whether a call has bounds between these: the fewest rows follow from the others, and tokens are no fewer than `query_len`."""
+    tokens = max(low.tokens, low.query_len)
+    fewest = least_query_len(high.query_len, high.seqs, tokens)
+    most = least_query_len(low.query_len, low.seqs, high.tokens)
+    return tokens <= high.tokens and fewest <= high.least_query_len and low.least_query_len <= most
 
 
 def leaves(tree: object) -> list:
