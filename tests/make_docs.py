@@ -21,6 +21,7 @@ from specgen.data_files import SPECS, TEMPLATES
 from specgen.expand import expand, geometry
 from specgen.load import load
 from specgen.rules import refusals
+from specgen.runtime import errors
 from specgen.runtime.arguments import ROLES
 from specgen.runtime.package import Package
 from specgen.spec import json_schema
@@ -258,7 +259,7 @@ def spec_page(text: str) -> str:
 
 
 def functions() -> str:
-    """docs/functions.md: the public functions with their signatures and docstrings, as the package has them."""
+    """docs/functions.md: the public functions with their signatures and docstrings, as the package has them; its errors."""
     source = (TEMPLATES / "package" / "__init__.py.jinja").read_text(encoding="utf-8")
     names = ast.literal_eval(re.search(r"^__all__ = (\[.*?\])", source, re.MULTILINE | re.DOTALL)[1])
     order = [name for name in vars(Package) if name in names]
@@ -272,6 +273,11 @@ def functions() -> str:
         paragraphs = inspect.getdoc(function).split("\n\n")
         lines += [f"## `{name}`", "", "```python", *_wrapped(text), "```", ""]
         lines += itertools.chain.from_iterable((*paragraph.splitlines(), "") for paragraph in paragraphs)
+    lines += ["## Errors", "", "In `my_model_kernels.runtime.errors`:", ""]
+    for name, error in vars(errors).items():
+        if inspect.isclass(error):
+            text = " ".join(inspect.getdoc(error).split())
+            lines += [f"- `{name}({', '.join(base.__name__ for base in error.__bases__)})`: {text}"]
     return "\n".join(lines).rstrip() + "\n"
 
 
