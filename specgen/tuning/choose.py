@@ -205,9 +205,9 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: Part, *options) -> obj
     if part.default.decode is None or part.default.prefill is None:
         return fitted(part.default, lambda bounds: True)
 
-    def in_vain(schedule: Schedule) -> bool:
-        """Whether it launches a decode for nothing where no sequence can be decode's: no faster than without, whatever a run says."""
-        return part.alone is not None and _decodes(schedule)
+    def suits_whole(schedule: Schedule) -> bool:
+        """Whether no decode is launched in vain, which is no faster than without, whatever a run says."""
+        return part.alone is None or not _decodes(schedule)
 
     def guarded(whole: bool, least: int, most: float, keys: int) -> Split:
         """So many sequences, all `whole` or some perhaps decode's: with more keys than that over schedules that spread a cache, and the
@@ -227,8 +227,7 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: Part, *options) -> obj
             return Split("tokens", FEW_TOKENS, few, within(above, up_to, allowed, fewest=FEW_TOKENS))
 
         if whole:
-            short = within(0, keys, lambda schedule: not in_vain(schedule))
-            return Split("keys", keys, short, long_caches(keys, inf, lambda schedule: not in_vain(schedule)))
+            return Split("keys", keys, within(0, keys, suits_whole), long_caches(keys, inf, suits_whole))
         short = within(0, keys, lambda schedule: True)
         spread = max(keys, part.spread_keys)
         middle = long_caches(keys, spread, lambda schedule: _decodes(schedule) or _cuts(schedule))
@@ -240,7 +239,7 @@ def _part_tree(matrix: Matrix, rows: Sequence[int], part: Part, *options) -> obj
         return Split("seqs", MANY_SEQS, few, many)
 
     # A sequence alone is whole.
-    one = fitted(part.whole_default, lambda bounds: bounds.seqs == 1, lambda schedule: not in_vain(schedule))
+    one = fitted(part.whole_default, lambda bounds: bounds.seqs == 1, suits_whole)
     shared = Split("least_query_len", part.default.max_query_len, several(False), several(True))
     return merge(Split("seqs", 1, one, shared), _same)
 
