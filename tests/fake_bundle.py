@@ -15,7 +15,7 @@ from fake_package import FakeDevice
 
 from specgen.runtime.errors import NoBinaryError
 from specgen.tuning.bundle import FILE, Bundle, Candidate, Group, read_bundle, to_json
-from specgen.tuning.records import Launch
+from specgen.tuning.records import ORIGIN, Launch
 from specgen.variant import Config, Geometry
 
 RUNTIME = Path(__file__).parent.parent / "specgen" / "runtime"
@@ -96,15 +96,18 @@ class Misbehaving(FakeDevice):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def make_bundle(folder: Path, decode=(), prefill=(), varlen=(), failed=(), workloads=("dec b2 k16", "dec b1 k64", "dec b4 k32")) -> Bundle:
+def make_bundle(
+    folder: Path, decode=(), prefill=(), varlen=(), failed=(), workloads=("dec b2 k16", "dec b1 k64", "dec b4 k32"), untuned=1
+) -> Bundle:
     """A bundle in `folder`; `decode` and `prefill` are behaviours, a candidate each (decode of 1 and of 4 rows; prefill alone
-    and behind decode), `varlen` likewise; `failed`: (status, reason) of decode kernels that did not compile.
+    and behind decode), `varlen` likewise; `failed`: (status, reason) of decode kernels that did not compile. The first of each
+    is what is launched untuned, or the first `untuned`.
     """
     candidates, variants = [], {}
 
     def add(role, rows, number, behaviour, status="ok", detail=""):
         symbol = f"{role}_q{rows}_{number}_{behaviour}"
-        config = Config(16 << number, 16, 4, 2, 1)
+        config = Config(16 << number, 16, 4, 2, 1, origin="" if number < untuned else ORIGIN)
         candidates.append(Candidate(role, Launch(role, config), rows, symbol, f"digest of {symbol}", status, detail))
         if status == "ok":
             variants[symbol] = variant(role, rows, config)

@@ -64,6 +64,16 @@ def test_the_best_is_found_and_every_measurement_kept(tmp_path):
     assert calls[-1][1] == summary.measured == 15 and all(done <= total for _, done, total in calls)
 
 
+def test_what_is_launched_untuned_is_measured_on_every_batch(tmp_path):
+    """Of several launches, each for calls of its own, one may be far behind on the first batches: that of long prompts on short ones."""
+    behaviours = ("right_8ms", "right_60ms", "right_61ms")
+    bundle = make_bundle(tmp_path / "b", prefill=behaviours, untuned=2, workloads=[f"pre b{seqs} 8" for seqs in (1, 2, 3, 4, 5)])
+    alone = measure([bundle], tmp_path / "m.sqlite", plan=QUICK)[0]
+    assert alone.complete and alone.dropped == 1
+    screened = by_symbol(m for m in kept(tmp_path / "m.sqlite") if not m.run.endswith(FINALS))
+    assert [len(screened[f"prefill_q0_{i}_{name}"]) for i, name in enumerate(behaviours)] == [5, 5, 3]
+
+
 BAD = {
     "wrong": ("wrong", "relative error"),
     "hang": ("hang", "no answer within 4 s"),

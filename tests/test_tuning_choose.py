@@ -61,6 +61,26 @@ def decode_times(times: dict, query_len: int = 1, noise_us: float = 0.0, made=ba
 # --- leaving the default ---
 
 
+@pytest.mark.parametrize("wide, bound", [((1, 2, 8, 16, 32, 64), 16), ((1, 2, 8, 17, 40, 64), 17)])
+def test_sequences_beyond_one_item_a_multiprocessor_are_another_matter(wide, bound):
+    """8 key/value heads on 132 multiprocessors: of 17 sequences of one row some program has two items."""
+    found = chosen(
+        [
+            measurement(batch(seqs, 512), schedule, us, name=f"b{seqs}")
+            for seqs in wide
+            for schedule, us in ((rows(64), 30.0), (rows(16), 10.0 if seqs <= bound else 20.0), (rows(32), 15.0))
+        ]
+    )
+
+    def tile(seqs: int) -> int:
+        return decide(found.tree, Bounds(1, seqs, seqs, 512, 1)).schedule.decode.config.tile_n
+
+    assert tile(bound) == 16 and tile(wide[wide.index(bound) + 1]) == 32
+    # Between 16 and 32 the jump is known; where a batch of 17 says otherwise it is not believed.
+    assert (tile(bound + 1) == 32) == (bound == 16)
+
+
+
 def test_a_schedule_replaces_another_only_beyond_noise_and_without_a_loss():
     matrix = table([[100, 99, 90, 90, None], [100, 99, 100, 104, 80]], noise_us=2.0)
     assert not replaces(matrix, 1, 0, [0, 1]), "faster everywhere, but within noise"

@@ -141,6 +141,16 @@ def test_a_threshold_falls_on_the_geometric_mean():
     assert fit(points(4, 5), [1] * 2, [[0, 1], [1, 0]]).threshold == 4, "between neighbours: the lower one stays below"
 
 
+def test_a_threshold_falls_on_an_edge_that_lies_between():
+    def threshold(*edges: int, feature: str = "seqs") -> int:
+        grid = [Bounds(1, seqs, seqs, 64) for seqs in (33, 39)]
+        return fit(grid, [1] * 2, [[0, 1], [1, 0]], edges={feature: edges}).threshold
+
+    assert threshold() == threshold(16, 32, 39, 66) == threshold(33, feature="keys") == 35, "none between: the geometric mean"
+    assert threshold(16, 33, 66) == 33, "the lower of the neighbours may be one"
+    assert threshold(33, 36, 38) == 36, "the one nearest to the mean"
+
+
 def test_equal_columns_and_equal_splits_take_the_first():
     assert fit(points(1, 2), [1, 1], [[0.5, 0.5, 0.1], [0.5, 0.5, 0.9]]) == Split("keys", 1, Leaf(2, (0,)), Leaf(0, (1,)))
     grid = [Bounds(1, n, n, n) for n in (1, 4)]

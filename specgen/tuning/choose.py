@@ -130,7 +130,7 @@ def choose(
         tree = joined(parts, [part.untuned(lambda schedule: Decision(schedule, reason)) for part in parts])
         warnings = () if refused else tuple(alone(target, aligned) for target in targets)
         return Choice(clip(tree, limits), None, None, warnings, None, None, None)
-    parts = by_row_block(parts, shape.group)
+    parts = by_row_block(parts, shape, relative.gpu.multiprocessors)
     model = _model(relative.gpu)
     untuned = list(dict.fromkeys(schedule for part in parts for schedule in (part.default, part.whole_default)))
     matrix = tabulate((m for m in own if _model(m.setting.gpu) == model), also=untuned)
@@ -267,7 +267,8 @@ def _fitted(matrix: Matrix, rows, part: Part, untuned: Schedule, inside, allowed
     charged = [[row[s] for s in columns] for row in [*(costs[places[w]] for w in measured), *losses]]
     points = [*(bounds[w] for w in measured), *(unbound[w] for w in pulling)]
     behind = [*measured, *pulling]  # the workload of each point
-    grown = fit(points, weights, charged, max_leaves=max_leaves, min_points=min(MIN_POINTS, 1 + len(points) // POINTS_FOR_EACH))
+    fewest = min(MIN_POINTS, 1 + len(points) // POINTS_FOR_EACH)
+    grown = fit(points, weights, charged, max_leaves=max_leaves, min_points=fewest, edges={"seqs": part.full_seqs})
 
     def settled(leaf: Leaf) -> Leaf:
         """The cheapest column that may take the place of the default, over the workloads measured there if there are any."""

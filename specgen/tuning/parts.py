@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import ceil
 
 from specgen.spec import Limits
 from specgen.tuning.records import Schedule
 from specgen.tuning.tree import Split
+from specgen.variant import Geometry
 
 # Rows of the smallest row block of a decode, those of a matrix product.
 DECODE_ROWS = 16
@@ -15,7 +17,8 @@ DECODE_ROWS = 16
 @dataclass(frozen=True)
 class Part:
     """A range of query lengths. default: what is launched there untuned; alone: its prefill, for calls that are whole, none of whose
-    sequences may be decode's, or None; spread_keys: up to so many keys a prefill that cuts them needs no decode.
+    sequences may be decode's, or None; spread_keys: up to so many keys a prefill that cuts them needs no decode; full_seqs: numbers
+    of sequences that give every multiprocessor an item of decode: with one more some have two.
     """
 
     low: int
@@ -23,6 +26,7 @@ class Part:
     default: Schedule
     alone: Schedule | None
     spread_keys: int
+    full_seqs: tuple[int, ...] = ()
 
     @property
     def whole_default(self) -> Schedule:
@@ -56,15 +60,21 @@ def divided(
     return found
 
 
-def by_row_block(parts: Sequence[Part], group: int) -> list[Part]:
-    """The parts with one of its own for as many rows as one row block of a decode holds: two row blocks take twice as long."""
-    bound = DECODE_ROWS // group
+def by_row_block(parts: Sequence[Part], geometry: Geometry, multiprocessors: int) -> list[Part]:
+    """The parts with one of its own for as many rows as one row block of a decode holds: two row blocks take twice as long. Those of
+    decode alone know their `full_seqs`, for each number of row blocks that a sequence may have.
+    """
+    bound = DECODE_ROWS // geometry.group
     found = []
     for part in parts:
-        if part.low <= bound < part.high and part.default.prefill is None:
-            found += [replace(part, high=bound), replace(part, low=bound + 1)]
-        else:
+        if part.default.prefill is not None:
             found.append(part)
+            continue
+        cut = part.low <= bound < part.high
+        for each in [replace(part, high=bound), replace(part, low=bound + 1)] if cut else [part]:
+            most = ceil(each.high * geometry.group / DECODE_ROWS)
+            full = (multiprocessors // (geometry.kv_heads * blocks) for blocks in range(1, most + 1))
+            found.append(replace(each, full_seqs=tuple(seqs for seqs in full if seqs)))
     return found
 
 

@@ -16,11 +16,13 @@ KEPT = 4  # launches of each role that are tried together
 
 @dataclass(frozen=True)
 class Entry:
-    """A schedule that competes: the symbols that it launches, and the digests of their kernels, as records have them."""
+    """A schedule that competes: the symbols that it launches, and the digests of their kernels, as records have them; whether the
+    product launches it without measurements, for some calls."""
 
     schedule: Schedule
     kernels: Kernels
     digests: tuple[str, ...]
+    untuned: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,12 @@ def _entry(candidate: Candidate, max_query_len: int = 0) -> Entry:
     """One launch: decode of up to `max_query_len` rows, or a family that takes every sequence."""
     launch, digests = candidate.launch, (candidate.digest,)
     if candidate.role == "decode":
-        return Entry(Schedule(launch, None, max_query_len), Kernels(decode=candidate.symbol), digests)
+        return Entry(Schedule(launch, None, max_query_len), Kernels(decode=candidate.symbol), digests, candidate.untuned)
     role = {candidate.role: candidate.symbol}
-    return Entry(Schedule(None, launch, 0), Kernels(**role), digests)
+    return Entry(Schedule(None, launch, 0), Kernels(**role), digests, candidate.untuned)
 
 
 def _pair(decode: Candidate, prefill: Candidate, max_query_len: int) -> Entry:
     schedule = Schedule(decode.launch, prefill.launch, max_query_len)
-    return Entry(schedule, Kernels(decode.symbol, prefill.symbol), (decode.digest, prefill.digest))
+    digests = decode.digest, prefill.digest
+    return Entry(schedule, Kernels(decode.symbol, prefill.symbol), digests, decode.untuned and prefill.untuned)

@@ -4,7 +4,7 @@ A tree is a Split or a leaf; a leaf is any other object. What a leaf means is th
 a column of its cost table, choose.py puts decisions in their place.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import NamedTuple
@@ -132,6 +132,7 @@ def fit(
     max_leaves: int = MAX_LEAVES,
     min_gain: float = MIN_GAIN,
     min_points: int = 1,
+    edges: Mapping[str, Sequence[int]] = {},
 ) -> object:
     """A tree of Leaf objects with a low weighted sum of costs[point][column of the point's leaf].
 
@@ -139,17 +140,24 @@ def fit(
     cost and price of leaves together is found. Of one with more than `max_leaves` those splits go that save least for each of their leaves ("weakest link": Breiman et al.,
     Classification and Regression Trees, 1984). The most saving splits are tried first, and when _MAX_REGIONS were
     weighed only those; of a feature with many values _MAX_CUTS are tried. Thresholds fall on the geometric mean between
-    neighbouring values, rounded down. Of columns that cost the same the first is taken, of splits that save the same the first
+    neighbouring values, rounded down, or if one of the feature's `edges`, values above which costs are known to jump, lies there,
+    on that nearest to the mean. Of columns that cost the same the first is taken, of splits that save the same the first
     feature and the lowest threshold. Needs at least one point and one column.
     """
-    return _Search(points, weights, costs, min_gain * sum(weights), min_points).tree(max_leaves)
+    return _Search(points, weights, costs, min_gain * sum(weights), min_points, edges).tree(max_leaves)
 
 
 class _Search:
     """Regions are bit masks over the distinct points; what a region costs as a leaf is worked out once."""
 
     def __init__(
-        self, points: Sequence[Bounds], weights: Sequence[float], costs: Sequence[Sequence[float]], price: float, min_points: int
+        self,
+        points: Sequence[Bounds],
+        weights: Sequence[float],
+        costs: Sequence[Sequence[float]],
+        price: float,
+        min_points: int,
+        edges: Mapping[str, Sequence[int]],
     ):
         self.alike: dict[Bounds, list[int]] = {}
         for i, point in enumerate(points):
@@ -162,6 +170,7 @@ class _Search:
         self._best: dict[int, tuple[float, tuple[int, int] | None]] = {}
         self._price = price  # of a leaf
         self._min_points = min_points
+        self._edges = edges
 
     def tree(self, max_leaves: int) -> object:
         """The cheapest tree, pruned to so many leaves."""
@@ -238,7 +247,10 @@ class _Search:
         feature, low = first
         below = max(self.points[i][feature] for i in self._members(low))
         above = min(self.points[i][feature] for i in self._members(region & ~low))
-        return Split(Bounds._fields[feature], isqrt(below * above), self._grown(low), self._grown(region & ~low))
+        name, mean = Bounds._fields[feature], isqrt(below * above)
+        between = [edge for edge in self._edges.get(name, ()) if below <= edge < above]
+        threshold = min(between, key=lambda edge: (abs(edge - mean), edge), default=mean)
+        return Split(name, threshold, self._grown(low), self._grown(region & ~low))
 
 
 def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
