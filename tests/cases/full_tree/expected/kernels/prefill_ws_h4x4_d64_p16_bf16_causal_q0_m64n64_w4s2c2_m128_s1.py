@@ -671,8 +671,8 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, 
     none = program * 0
     search = (highest, none - 32, none, none, 0 * lanes, starts, query_lens, kv_lens, 0 * lanes)
     # An item is planned when two tiles of the one before are left, as its first scores are computed with that one's last values. All
-    # are planned at one place: the code is near by for the second, which a program with one item waits for as well. Written
-    # twice, pre b4 64 took 12.5 us for 11.8 and pre b1 128 12.0 for 11.3.
+    # are planned at one place in the code, which is cold for the first alone; a program with one item waits for the plan of a second,
+    # too. Written twice, pre b4 64 took 12.5 us for 11.8 and pre b1 128 12.0 for 11.3.
     count = none  # of items
     use = none  # of the ring of keys
     first_key, left, kv_len, column, page_ids_ptr = none, none, none, none, block_table_ptr  # of the item before
@@ -703,9 +703,8 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, 
             # The next item is claimed late, so that who is done first takes it.
             planned = gl.maximum(end_tile - 2, first_tile + 1)
             claim = gl.maximum(planned - 2, first_tile + 1)
-            claimed = (
-                -1 - by_number - claimed
-            )  # by number, as asks_from says: the first item's ticket from the other end
+            # The second item by number lies as far from the end of its round as the first from the beginning of its own.
+            claimed = -1 - by_number - claimed
             for index in range(first_tile + 1, planned):
                 if (index == claim) & (count >= asks_from):
                     claimed = _claim(tickets_ptr)
