@@ -80,7 +80,6 @@ def test_sequences_beyond_one_item_a_multiprocessor_are_another_matter(wide, bou
     assert (tile(bound + 1) == 32) == (bound == 16)
 
 
-
 def test_a_schedule_replaces_another_only_beyond_noise_and_without_a_loss():
     matrix = table([[100, 99, 90, 90, None], [100, 99, 100, 104, 80]], noise_us=2.0)
     assert not replaces(matrix, 1, 0, [0, 1]), "faster everywhere, but within noise"

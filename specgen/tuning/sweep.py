@@ -23,7 +23,7 @@ from specgen.tuning.trial import Answer, Kernels, Outcome, Trial
 from specgen.variant import Geometry
 
 FAR = 1.5  # an entry that is this many times slower than the best on each of its first batches is dropped,
-FIRST = 3  # after so many, but for what is launched untuned: the others are judged by it, and a long prompt's may be far behind on short ones
+FIRST = 3  # after so many, but for what is launched untuned: the others are judged by it, and that of long prompts is far behind on short ones
 ASKED = 16  # entries that a sampler is asked for at once: they are measured batch by batch
 NEAR = 1.1  # entries within this factor of a batch's best are timed once more, side by side
 FINALISTS = 4  # of them at most, besides the untuned choice
@@ -150,7 +150,7 @@ class Sweep:
             if place + 1 >= FIRST:
                 best = best_times(problem.entries, self.times)
                 near = {entry.kernels for entry in sound if (score(entry, self.times, best, "best") or 1.0) <= FAR}
-                alive = [e for e in sound if e is problem.entries[0] or e.untuned or e.kernels in near]
+                alive = [entry for entry in sound if entry is problem.entries[0] or entry.untuned or entry.kernels in near]
                 summary.dropped += len(sound) - len(alive)
         return False
 
