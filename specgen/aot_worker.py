@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
-from specgen import resources
+from specgen import ptx, resources
 from specgen.binary import Binary, CompileJob, Failed, Refused
 from specgen.child import serve
 from specgen.descriptors import wrong_descriptors
@@ -93,7 +93,7 @@ def _compile(job: CompileJob, folder: Path) -> Binary | Refused:
         GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32) if nvidia else GPUTarget("hip", job.arch, 64)
     )
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages, **dict(job.options)}
-    evict_first = options.pop("evict_first", 0)
+    rewritings = ptx.taken(options)
     unknown = options.keys() - type(make_backend(target).parse_options({})).__dataclass_fields__.keys()
     if unknown:
         raise BuildError(
@@ -112,7 +112,7 @@ def _compile(job: CompileJob, folder: Path) -> Binary | Refused:
     attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in job.divisibility}
     kind = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
     source = kind(function, dict(job.signature), constexprs={}, attrs=attributes)
-    with _copies_evict_first() if evict_first else contextlib.nullcontext():
+    with _rewritten(rewritings) if rewritings else contextlib.nullcontext():
         compiled = triton.compile(source, target=target, options=options)
     metadata = compiled.metadata
     data = compiled.asm["cubin" if nvidia else "hsaco"]
@@ -147,28 +147,16 @@ def _compile(job: CompileJob, folder: Path) -> Binary | Refused:
     )
 
 
-# What createpolicy.fractional.L2::evict_first gives for the whole of an access.
-_EVICT_FIRST = 0x12F0000000000000
-_TENSOR_COPY = re.compile(r"(@%p\d+ cp\.async\.bulk\.tensor\.\S+complete_tx::bytes) ([^;]*);")
-
-
 @contextlib.contextmanager
-def _copies_evict_first():
-    """Within it, copies by tensor map are compiled to leave L2 first: PTX has a place for that, Gluon has none."""
+def _rewritten(names: list[str]):
+    """Within it, PTX is assembled as the rewritings of these names leave it."""
     from triton import knobs
-
-    def rewrite(ptx: str) -> str:
-        hinted = rf"{{ .reg .b64 policy; mov.b64 policy, {_EVICT_FIRST}; \1.L2::cache_hint \2, policy; }}"
-        ptx, copies = _TENSOR_COPY.subn(hinted, ptx)
-        if not copies:
-            raise BuildError("option evict_first: the kernel has no copy by tensor map")
-        return ptx
 
     def hook(backend=None, stages=None, *_):
         if stages is None:  # Triton asks what to add to its cache's key
-            return "evict_first", "evict_first"
+            return ",".join(names), ",".join(names)
         assemble = stages["cubin"]
-        stages["cubin"] = lambda ptx, metadata: assemble(rewrite(ptx), metadata)
+        stages["cubin"] = lambda text, metadata: assemble(ptx.rewritten(text, names), metadata)
 
     before, knobs.runtime.add_stages_inspection_hook = knobs.runtime.add_stages_inspection_hook, hook
     try:

@@ -13,7 +13,7 @@ class CompileJob:
     function is Gluon's, ("k_map", "tensordesc<...>");
     `divisibility` promises (argument index, divisor). `parameters` are the bytes of each parameter that the
     launcher will pass, in order; empty: not checked. `options` are further compiler options of the vendor,
-    such as ("waves_per_eu", 2) or ("maxnreg", 128); ("evict_first", 1) is not Triton's: copies by tensor map leave L2 first.
+    such as ("waves_per_eu", 2) or ("maxnreg", 128); those of ptx.REWRITINGS are not Triton's.
     `shared_limit` is the shared memory in bytes that one
     block may use on the smallest of the GPUs `targets` (ids, used in messages).
     """

@@ -118,7 +118,8 @@ def main_loops(instructions: list[Instruction]) -> list[frozenset[int]]:
 
     With matrix instructions, these are the loops that contain one and have no inner loop that does; without,
     the same for 16 or more fp32 multiply-adds; a kernel without dot products has its innermost loops as main
-    loops.
+    loops. One with at most half the matrix instructions of another does not do the work: prefill_ws goes twice, once for the code
+    alone, through the scores of a launch's first tile.
     """
     loops = _natural_loops(instructions) if instructions else []
     if any(i.matrix for i in instructions):
@@ -127,7 +128,9 @@ def main_loops(instructions: list[Instruction]) -> list[frozenset[int]]:
         working = [
             loop for loop in loops if sum(instructions[i].fma for i in loop) >= _FMA_THRESHOLD
         ] or loops
-    return [loop for loop in working if not any(other < loop for other in working)]
+    innermost = [loop for loop in working if not any(other < loop for other in working)]
+    counts = [sum(instructions[i].matrix for i in loop) for loop in innermost]
+    return [loop for loop, count in zip(innermost, counts) if 2 * count > max(counts) or not count]
 
 
 def spill_bytes(instructions: list[Instruction]) -> int:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from specgen.runtime import sizes
 from specgen.variant import BOX_COLUMNS, MATRIX_ROWS, Variant
 
-CONSUMERS = (1, 2)  # that a program may have; two take turns at the tensor cores, one leaves that to the programs of a multiprocessor
-CONSUMER_WARPS = 4  # a warpgroup, which issues matrix products together
-# Warps that load: of keys and of values, or two of each, one on each scheduler of a multiprocessor: a consumer's warp that shares
+GROUPS = (1, 2)  # of warps that compute; two take turns at the tensor cores, one leaves that to the programs of a multiprocessor
+GROUP_WARPS = 4  # a warpgroup, which issues matrix products together
+# Warps that load: of keys and of values, or two of each, one on each scheduler of a multiprocessor: a warp that computes and shares
 # its scheduler with more falls behind. Registers are those of a warpgroup: warps that are not there have theirs.
 LOADERS = (2, 4)
 LOADER_WARPS = 4
-MOST_REGISTERS = 240  # of a thread of a consumer
+MOST_REGISTERS = 240  # of a thread that computes
 RESERVED_SHARED = 1024  # bytes of shared memory that the system takes of every program; what a single one may have is without them
 LEAST_PAGE = 16
 
@@ -25,9 +25,14 @@ class Shape:
     variant: Variant
 
     @property
-    def consumers(self) -> int:
-        """Groups of warps that compute, MATRIX_ROWS of a row block each."""
+    def groups(self) -> int:
+        """Groups of GROUP_WARPS warps that compute, MATRIX_ROWS of a row block each."""
         return self.variant.config.block_m // MATRIX_ROWS
+
+    @property
+    def compute_warps(self) -> int:
+        """Warps that compute: the kernel's num_warps."""
+        return self.groups * GROUP_WARPS
 
     @property
     def loaders(self) -> int:
@@ -37,7 +42,7 @@ class Shape:
     @property
     def total_warps(self) -> int:
         """Warps of a program."""
-        return self.consumers * CONSUMER_WARPS + LOADER_WARPS
+        return self.compute_warps + LOADER_WARPS
 
     @property
     def block_tokens(self) -> int:
@@ -82,14 +87,14 @@ class Shape:
 
     @property
     def loader_registers(self) -> int:
-        """Registers of a thread of a loader: what its loop needs, or where accumulators are wide beside two consumers the least there is."""
-        return 40 if self.variant.block_v <= 64 or self.consumers == 1 else 24
+        """Registers of a thread of a loader: what its loop needs, or where two groups have wide accumulators the least there is."""
+        return 40 if self.variant.block_v <= 64 or self.groups == 1 else 24
 
     @property
-    def consumer_registers(self) -> int:
-        """Registers of a thread of a consumer: what the loaders leave of `maxnreg` for each warp."""
+    def compute_registers(self) -> int:
+        """Registers of a thread that computes: what the loaders leave of `maxnreg` for each warp."""
         pool = self.variant.tunable("maxnreg", 0) * self.total_warps
-        return (pool - self.loader_registers * LOADER_WARPS) // (self.consumers * CONSUMER_WARPS)
+        return (pool - self.loader_registers * LOADER_WARPS) // self.compute_warps
 
     @property
     def part_keys(self) -> int:
@@ -114,7 +119,7 @@ class Shape:
         g, c, v = self.variant.geometry, self.variant.config, self.variant
         queries = self.query_slots * c.block_m * v.block_qk * g.itemsize
         rings = c.num_stages * c.tile_n * (v.block_qk + v.block_v) * g.itemsize
-        rows = c.block_m * max(v.block_v, 128) * g.itemsize // 2
+        rows = c.block_m * min(v.block_v, 64 * self.groups) * g.itemsize  # so many columns at a time
         return queries + rings + rows + 1024
 
     def view(self) -> dict:
@@ -123,13 +128,12 @@ class Shape:
         return {
             "total_warps": self.total_warps,
             "maxnreg": self.variant.tunable("maxnreg", 0),
-            "consumers": self.consumers,
-            "take_turns": self.consumers > 1,
-            "worker_warps": [CONSUMER_WARPS] * (self.consumers - 1) + [1] * self.loaders,
+            "take_turns": self.groups > 1,
+            "worker_warps": [1] * self.loaders,
             "other_loaders": self.loaders - 1,
             "share_tiles": self.share_tiles,
-            "consumer_threads": CONSUMER_WARPS * 32,
-            "consumer_registers": self.consumer_registers,
+            "compute_threads": self.compute_warps * 32,
+            "compute_registers": self.compute_registers,
             "loader_registers": self.loader_registers,
             "query_slots": self.query_slots,
             "several_queries": self.query_slots > 1,
@@ -142,8 +146,6 @@ class Shape:
             "keys_box": self.variant.keys_box,
             "split_keys": self.split_keys,
             "loader_boxes": self.loader_boxes,
-            "consumer_rows": MATRIX_ROWS,
-            "consumer_tokens": MATRIX_ROWS // self.variant.packed_heads,
             "itemsize": g.itemsize,
             "cuts_keys": self.variant.cuts_keys,
             "item_fields": 11 if self.variant.cuts_keys else 8,

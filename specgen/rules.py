@@ -166,7 +166,7 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
     """Why prefill_ws cannot be what `variant` says: what TMA asks of a cache, what the template implements, how tiles divide."""
     g, c = variant.geometry, variant.config
     pages = g.page_size >= prefill_ws.LEAST_PAGE and g.page_size & (g.page_size - 1) == 0
-    rows = [consumers * MATRIX_ROWS for consumers in prefill_ws.CONSUMERS]
+    rows = [groups * MATRIX_ROWS for groups in prefill_ws.GROUPS]
     shape, programs = prefill_ws.Shape(variant), c.ctas_per_multiprocessor
     needs = (
         (target.arch == "sm_90", f"is written for sm_90, {target.id} is {target.arch}"),
@@ -176,18 +176,18 @@ def _prefill_ws_refusal(variant: Variant, target: Target) -> str | None:
         (max(g.qk_dim, g.v_dim) <= 256, f"holds heads of up to 256 elements, not {g.qk_dim} and {g.v_dim}"),
         (pages, f"needs pages of a power of two of at least {prefill_ws.LEAST_PAGE} keys, not {g.page_size}"),
         (not (g.alibi or g.prefix_ranges), "implements neither ALiBi nor prefix ranges"),
-        (c.block_m in rows, f"needs row blocks of {_either(rows)}, {MATRIX_ROWS} for each consumer, not {c.block_m}"),
+        (c.block_m in rows, f"needs row blocks of {_either(rows)}, {MATRIX_ROWS} for each group of {prefill_ws.GROUP_WARPS} warps, not {c.block_m}"),
         (c.tile_n in (64, 128), f"needs tiles of 64 or 128 keys, not {c.tile_n}"),
-        (c.num_warps == prefill_ws.CONSUMER_WARPS, f"needs {prefill_ws.CONSUMER_WARPS} warps a consumer, not {c.num_warps}"),
+        (c.num_warps == shape.compute_warps, f"needs {shape.compute_warps} warps for row blocks of {c.block_m}, not {c.num_warps}"),
         (c.num_stages >= 2, f"needs 2 tiles in flight, not {c.num_stages}"),
         (shape.loaders in prefill_ws.LOADERS, f"needs {_either(prefill_ws.LOADERS)} loaders, not {shape.loaders}"),
-        (shape.consumers == 1 or not variant.cuts_keys, f"cuts keys for one consumer, of {MATRIX_ROWS} rows: two leave no registers to merge parts"),
+        (shape.groups == 1 or not variant.cuts_keys, f"cuts keys of row blocks of {MATRIX_ROWS}: two groups leave no registers to merge parts"),
         (variant.block_v <= 128 or not variant.cuts_keys, f"cuts keys of heads of up to 128 elements: {g.v_dim} leave no registers to merge parts"),
         (not (g.batch_invariant and variant.cuts_keys), "cuts keys by what else is in the batch, which batch_invariant excludes"),
         *_copies_and_registers(variant),
         (
-            shape.consumer_registers % 8 == 0 and 0 < shape.consumer_registers <= prefill_ws.MOST_REGISTERS,
-            f"leaves {shape.consumer_registers} registers for a thread of a consumer, which takes a multiple of 8, at most "
+            shape.compute_registers % 8 == 0 and 0 < shape.compute_registers <= prefill_ws.MOST_REGISTERS,
+            f"leaves {shape.compute_registers} registers for a thread that computes, which takes a multiple of 8, at most "
             f"{prefill_ws.MOST_REGISTERS}",
         ),
         (

@@ -225,8 +225,8 @@ class Variant:
 
     @property
     def query_box(self) -> tuple[int, int]:
-        """(heads, tokens) of the query rows that one copy moves: a consumer's, heads of one key/value head packed."""
-        return self.packed_heads, MATRIX_ROWS // self.packed_heads
+        """(heads, tokens) of the query rows that one copy moves: a row block, heads of one key/value head packed."""
+        return self.packed_heads, self.config.block_m // self.packed_heads
 
     @property
     def packed_heads(self) -> int:
@@ -296,7 +296,9 @@ class Variant:
     @property
     def compiler_options(self) -> tuple[tuple[str, int], ...]:
         """The options that are the compiler's."""
-        return tuple(option for option in self.config.options if option[0] not in TUNABLES)
+        chosen = tuple(option for option in self.config.options if option[0] not in TUNABLES)
+        take_turns = self.family == "prefill_ws" and self.config.block_m > MATRIX_ROWS
+        return (*chosen, ("warps_apart", 1)) if take_turns else chosen
 
     def _cache_map(self, operand: str, dim: int) -> TensorMap:
         pages, slots, heads = "num_pages", self.geometry.page_size, self.geometry.kv_heads

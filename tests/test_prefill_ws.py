@@ -3,7 +3,6 @@ reference, and its binaries are held to their budgets.
 """
 
 import functools
-import importlib.util
 import os
 import random
 import sys
@@ -15,12 +14,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "standin"))
-from ptx_machine import Heap, Machine, TensorMap  # noqa: E402
+from ptx_machine import Heap, Machine, TensorMap, compiled_ptx  # noqa: E402
 
 from specgen import loops
 from specgen.aot import compile_all
 from specgen.binary import CompileJob
-from specgen.prefill_ws import CONSUMER_WARPS, LOADER_WARPS, Shape
+from specgen.prefill_ws import GROUP_WARPS, LOADER_WARPS, Shape
 from specgen.render import kernel_source
 from specgen.resources import machine_code
 from specgen.rules import why_not
@@ -38,8 +37,8 @@ torch.set_num_threads(1)  # tensors are small
 GEOMETRY = Geometry(4, 1, 64, 64, "bfloat16", 16, 64**-0.5, "causal")
 H200 = load_targets()["h200"]
 LIMITS = Limits(max_seqs=256, max_seq_len=131072, max_tokens=16384, max_spec_tokens=8)
-# What a configuration says of one consumer, two programs a multiprocessor.
-ONE = {"block_m": 64, "tile_n": 64, "num_stages": 2, "ctas_per_multiprocessor": 2, "options": (("maxnreg", 128),)}
+# What a configuration says of one group of warps, two programs a multiprocessor.
+ONE = {"block_m": 64, "tile_n": 64, "num_warps": 4, "num_stages": 2, "ctas_per_multiprocessor": 2, "options": (("maxnreg", 128),)}
 SPLIT = ONE | {"options": (("maxnreg", 128), ("split", 1))}
 TWO_LOADERS_SPLIT = {"options": (("loaders", 2), ("maxnreg", 128), ("split", 1))}
 TWO_LOADERS = ONE | {"options": (("loaders", 2), ("maxnreg", 128))}
@@ -95,9 +94,9 @@ RUNS = {
     "dim_80": Run(WIDE | {"qk_dim": 80, "v_dim": 80}),
     "dim_256": Run({"query_heads": 2, "qk_dim": 256, "v_dim": 256}),
     "dims_192_128_page_32": Run({"query_heads": 2, "kv_heads": 2, "qk_dim": 192, "v_dim": 128, "page_size": 32}),
-    "one_consumer": Run({}, config=ONE | {"tile_n": 128}),
-    "one_consumer_dim_128_gqa": Run(WIDE | {"query_heads": 4}, config=ONE),
-    "one_consumer_dim_128_window_sinks": Run(WIDE | {"sliding_window": 300, "sinks": True}, config=ONE),
+    "one_group": Run({}, config=ONE | {"tile_n": 128}),
+    "one_group_dim_128_gqa": Run(WIDE | {"query_heads": 4}, config=ONE),
+    "one_group_dim_128_window_sinks": Run(WIDE | {"sliding_window": 300, "sinks": True}, config=ONE),
     "two_loaders_group_16_chunk": Run({"query_heads": 16, "chunk": 96}, config=TWO_LOADERS | {"num_stages": 3}),
     "two_loaders_dim_80_page_64": Run(WIDE | {"qk_dim": 80, "v_dim": 80, "page_size": 64}, config=TWO_LOADERS),
 }
@@ -114,34 +113,12 @@ FEW = Batch("few", ((9, 1500), (3, 40), (20, 900), (33, 0)))
 MANY = Batch("many", tuple((random.Random(i).choice((0, 3, 9, 20)), random.Random(i).randrange(40)) for i in range(40)))
 
 
-def ptx_of(variant: Variant, folder: Path) -> str:
-    """The PTX of a variant, compiled in this process: no GPU is needed."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    path = folder / f"{variant.symbol}.py"
-    path.write_text(kernel_source(variant))
-    spec = importlib.util.spec_from_file_location(variant.symbol, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in variant.divisibility}
-    made = GluonASTSource(getattr(module, variant.symbol), dict(variant.signature), constexprs={}, attrs=attributes)
-    options = {"num_warps": variant.config.num_warps, **dict(variant.compiler_options)}
-    return triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled():
     """compiled(variant) -> PTX, once per variant."""
     if not os.environ.get("SPECGEN_PTX_MACHINE"):
         pytest.skip("minutes on the PTX machine: set SPECGEN_PTX_MACHINE=1")
-    folder = tmp_path_factory.mktemp("ptx")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
-    patch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # as in a build
-    yield functools.cache(lambda variant: ptx_of(variant, folder))
-    patch.undo()
+    return functools.cache(lambda variant: compiled_ptx(kernel_source(variant), variant))
 
 
 def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int, store_lse: int = 1, alone: int | None = None, late=0):
@@ -186,8 +163,8 @@ def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int
     positions, _ = resolve(call, variant.arguments, variant.tensor_maps)
     made = [TensorMap.of(each, dict(zip((argument.name for argument in call), given))) for each in variant.tensor_maps]
     params = [given[p] if p >= 0 else {ZERO: 0, LATE: late}.get(p) if p > FIRST_MAP else made[FIRST_MAP - p] for p in positions]
-    partitions = [CONSUMER_WARPS] * Shape(variant).consumers + [1] * LOADER_WARPS
-    machine = Machine(ptx, heap, params, partitions, run.programs, seed)
+    units = [GROUP_WARPS] * Shape(variant).groups + [1] * LOADER_WARPS
+    machine = Machine(ptx, heap, params, units, run.programs, seed)
     machine.run()
     for tensor in (pool.out, lse, tensors["tickets"], tensors["prefill_partial"]):
         raw = heap.get(places[tensor.untyped_storage().data_ptr()], memory(tensor))
@@ -248,7 +225,7 @@ def test_many_sequences(compiled):
     check(split, compiled(split.variant), Batch("many", ((9, 1100), *MANY.sequences, (11, 1300))), "plain")
 
 
-@pytest.mark.parametrize("name", ["gqa", "dim_128_window", "dim_256", "one_consumer_dim_128_gqa"])
+@pytest.mark.parametrize("name", ["gqa", "dim_128_window", "dim_256", "one_group_dim_128_gqa"])
 def test_no_bit_depends_on_the_other_sequences(compiled, name):
     """Which program takes an item, and after which other, the batch decides."""
     run, ptx, start = RUNS[name], compiled(RUNS[name].variant), 0
@@ -286,7 +263,7 @@ def test_order_of_the_items(compiled, programs):
     ]
     for number in range(programs):
         copies = [at[1] for program, parameter, at in machine.copied if program == number and parameter == 0]
-        tokens = list(dict.fromkeys(copies))[::2]  # the first half of each row block
+        tokens = list(dict.fromkeys(copies))
         taken = [expected.index(token) for token in tokens]
         assert taken == sorted(taken) and (programs > 1 or len(taken) == len(expected))
         assert taken[0] == number
@@ -325,10 +302,10 @@ BUDGETS = {
 
 
 CONFIGS = {
-    "one_consumer": ("llama", ONE),
+    "one_group": ("llama", ONE),
     "two_loaders": ("llama", TWO_LOADERS),
-    "one_consumer_dim_64": ("dim_64", ONE | {"tile_n": 128}),
-    "one_consumer_window_sinks": ("window_sinks", ONE),
+    "one_group_dim_64": ("dim_64", ONE | {"tile_n": 128}),
+    "one_group_window_sinks": ("window_sinks", ONE),
     "split": ("llama", SPLIT),
     "split_dim_64": ("dim_64", SPLIT),
     "split_window_sinks": ("window_sinks", SPLIT | TWO_LOADERS_SPLIT),
@@ -350,6 +327,7 @@ def test_binaries_keep_to_their_budgets(name):
     assert "UTMALDG.2D" in code, "a cache whose heads fill their tiles is a matrix"
     assert ("UTMALDG.4D" in code) == (variant.block_qk > variant.geometry.qk_dim), "another is not"
     assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 4, "matrix products are not serialised"
+    assert ("BAR.SYNC.DEFER_BLOCKING 0x0" in code) == (Shape(variant).groups == 1), "groups of warps do not wait for each other"
     steps, parsed = loops.sass_lines(code), loops.parse_sass(code)
     moves = max(sum("R2UR" in steps[i] for i in loop) for loop in loops.main_loops(parsed))
     wide = max(variant.block_qk, variant.block_v) > 128
@@ -368,15 +346,15 @@ def test_binaries_keep_to_their_budgets(name):
         ({"qk_dim": 100, "v_dim": 100}, {}, "heads of a multiple of 16 bytes, not 100 and 100"),
         ({"qk_dim": 512, "v_dim": 512}, {}, "heads of up to 256"),
         ({"alibi": True}, {}, "neither ALiBi nor prefix ranges"),
-        ({}, {"block_m": 256}, "row blocks of 64 or 128, 64 for each consumer, not 256"),
+        ({}, {"block_m": 256, "num_warps": 16}, "row blocks of 64 or 128, 64 for each group of 4 warps, not 256"),
         ({}, {"tile_n": 256}, "tiles of 64 or 128 keys, not 256"),
-        ({}, {"num_warps": 8}, "needs 4 warps a consumer, not 8"),
+        ({}, {"num_warps": 4}, "needs 8 warps for row blocks of 128, not 4"),
         ({}, {"num_stages": 1}, "needs 2 tiles in flight, not 1"),
         ({}, {"options": ()}, "needs option maxnreg"),
         ({}, {"options": (("loaders", 3), ("maxnreg", 168))}, "needs 2 or 4 loaders, not 3"),
-        ({}, {"options": (("maxnreg", 176),)}, "leaves 244 registers for a thread of a consumer, which takes a multiple of 8, at most 240"),
+        ({}, {"options": (("maxnreg", 176),)}, "leaves 244 registers for a thread that computes, which takes a multiple of 8, at most 240"),
         ({}, {"ctas_per_multiprocessor": 2}, "needs 64512 registers for each of 2 programs, a multiprocessor of h200 has 65536"),
-        ({}, {"options": (("maxnreg", 168), ("split", 1))}, "cuts keys for one consumer, of 64 rows: two leave no registers to merge parts"),
+        ({}, {"options": (("maxnreg", 168), ("split", 1))}, "cuts keys of row blocks of 64: two groups leave no registers to merge parts"),
         ({"qk_dim": 256, "v_dim": 256}, SPLIT, "cuts keys of heads of up to 128 elements: 256 leave no registers to merge parts"),
         ({"batch_invariant": True}, SPLIT, "cuts keys by what else is in the batch, which batch_invariant excludes"),
         ({}, ONE | {"tile_n": 128, "num_stages": 3}, "needs 123904 bytes of shared memory per block, h200 has 115712 for each of 2"),
@@ -385,7 +363,7 @@ def test_binaries_keep_to_their_budgets(name):
     ],
 )
 def test_what_is_not_legal_says_why(changes, config, reason):
-    known = Config(128, 128, 4, 3, 1, (("maxnreg", 168),))
+    known = Config(128, 128, 8, 3, 1, (("maxnreg", 168),))
     variant = Variant("prefill_ws", replace(GEOMETRY, **changes), replace(known, **config), True, 256, 8)
     assert reason in why_not(variant, H200, LIMITS)
 

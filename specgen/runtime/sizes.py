@@ -18,7 +18,7 @@ FILLING_SPLITS = 256
 SPLITS = (16, 32)
 MIN_SPLIT_KEYS = 512
 TICKETS = 2  # work items handed out and programs that are done, of a family whose programs take items in turn
-MATRIX_ROWS = 64  # query rows of a row block of prefill_ws that each group of computing warps owns
+MATRIX_ROWS = 64  # query rows of a row block of prefill_ws that each group of 4 warps owns
 POINTER_ALIGNMENT = 16
 
 
@@ -135,8 +135,8 @@ def prefill_state_words(v_dim: int) -> int:
 def prefill_ws_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
     """Scratch of one prefill_ws launch of `programs` programs that cuts row blocks into parts.
 
-    There are no more parts than programs, of consumers that own MATRIX_ROWS rows each: prefill_partial [programs, consumers,
-    prefill_state_words], tickets [TICKETS + programs * consumers], zero between launches.
+    There are no more parts than programs, each of MATRIX_ROWS rows: prefill_partial [programs, prefill_state_words], tickets
+    [TICKETS + programs], zero between launches.
     """
     states = programs * (block_m // MATRIX_ROWS)
     return WorkspaceSize(

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from specgen.ptx import rewritten, taken
+
 SHARED_BYTES = 232448
 _FLOATS = {"f32": np.float32, "f64": np.float64}
 _WIDTHS = {"pred": np.bool_, "b8": np.uint8, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
@@ -44,7 +46,9 @@ def compiled_ptx(source: str, variant) -> str:
         attributes = {(index,): [["tt.divisibility", divisor]] for index, divisor in variant.divisibility}
         kernel = GluonASTSource(getattr(module, variant.symbol), dict(variant.signature), {}, attributes)
         options = {"num_warps": variant.config.num_warps, **dict(variant.compiler_options)}
-        return triton.compile(kernel, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        rewritings = taken(options)
+        text = triton.compile(kernel, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        return rewritten(text, rewritings)
 
 
 class Fault(AssertionError):
@@ -113,7 +117,7 @@ class Barrier:
 
 @dataclass
 class Unit:
-    """Warps of one partition, which run together."""
+    """Warps that run together: of one partition, or of a group that does not wait for the others."""
 
     first: int
     lanes: int
@@ -693,10 +697,13 @@ class _Parser:
     def _op_bar(self, s, o):
         if s[0] == "warp":
             return lambda block, unit: None
-        number = int(o[0])
+        read = self._read(o[0], "u32")
         threads = int(o[1]) if len(o) > 1 else None
 
         def action(block, unit):
+            number, *others = np.unique(read(block, unit)).tolist()
+            if others:
+                raise Fault(f"warps that run together arrive at barriers {number} and {others[0]}")
             state = block.named.setdefault(number, [0, 0])  # arrived, generation
             if unit.waiting is not None:
                 if state[1] == unit.waiting[1]:

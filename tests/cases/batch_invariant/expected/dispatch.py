@@ -34,7 +34,7 @@ ATTENTION_ROWS = (
         min_query_len=3,
         max_query_len=64,
         decode="decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2",
-        prefill="prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w4s3c1_m168",
+        prefill="prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w8s3c1_m168",
         reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
@@ -86,7 +86,7 @@ ATTENTION_ROWS = (
         min_query_len=3,
         max_query_len=64,
         decode="decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2",
-        prefill="prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w4s2c1_m168",
+        prefill="prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w8s2c1_m168",
         reason="decode takes sequences of at most 2 query rows, prefill the longer ones; default: batch_invariant leaves nothing to choose by the batch",
     ),
     AttentionRow(
@@ -121,7 +121,7 @@ ATTENTION_ROWS = (
 def _sm_90_0(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 2:
         return 0  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2
-    return 1  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2 and prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w4s3c1_m168
+    return 1  # decode_h4x1_d64_p16_bf16_causal_invariant_q2_m16n128_w4s3c2 and prefill_ws_h4x1_d64_p16_bf16_causal_q2_m128n128_w8s3c1_m168
 
 
 def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
@@ -133,7 +133,7 @@ def _sm_90_1(query_len, seqs, tokens, keys, least_query_len):
 def _sm_90_2(query_len, seqs, tokens, keys, least_query_len):
     if query_len <= 2:
         return 4  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2
-    return 5  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2 and prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w4s2c1_m168
+    return 5  # decode_h12x12_d80_p16_bf16_causal_window700_sinks_invariant_q2_m16n64_w4s3c2 and prefill_ws_h12x12_d80_p16_bf16_causal_window700_sinks_q2_m128n128_w8s2c1_m168
 
 
 def _sm_90_3(query_len, seqs, tokens, keys, least_query_len):

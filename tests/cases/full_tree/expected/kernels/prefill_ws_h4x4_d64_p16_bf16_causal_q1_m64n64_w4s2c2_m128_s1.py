@@ -7,10 +7,10 @@ key/value head. Programs take row blocks longest first, two each by their number
 and then in turn by a ticket; within a row block, key tiles run from the last, which the mask cuts, to the first.
 Row blocks that would keep few programs busy long are cut along their keys into parts, which the last one to arrive merges.
 
-One consumer of 4 warps owns a row block: a step issues the scores of a tile and the product with the values of the tile before, and
+A group of 4 warps owns a row block: a step issues the scores of a tile and the product with the values of the tile before, and
 computes the softmax of the one under the other; the programs of a multiprocessor fill each other's waits. Four loader warps, one on each
 scheduler of the multiprocessor, copy boxes of a page into swizzled tiles through tensor maps; one of keys also plans.
-Registers: 128 a thread at launch, then 216 for consumers and 40 for loaders. Shared memory: 2 query
+Registers: 128 a thread at launch, then 216 for the warps that compute and 40 for loaders. Shared memory: 2 query
 tile(s), 2 tiles of keys and 2 of values, and what the rows pass through on their way out.
 
 Launch: a constant grid of multiprocessors x 2, 8 warps, 2 stages; a binary only.
@@ -54,10 +54,7 @@ SPLIT_KEYS: gl.constexpr = gl.constexpr(True)  # two loaders share a tile by its
 LOADER_BOXES: gl.constexpr = gl.constexpr(2)  # boxes of a panel that one loader copies
 LEFT_EDGE: gl.constexpr = gl.constexpr(False)  # whether rows have a first key that they see
 QUERY_SLOTS: gl.constexpr = gl.constexpr(2)  # query tiles in flight
-CONSUMERS: gl.constexpr = gl.constexpr(1)  # groups of 4 warps that compute
-THREADS: gl.constexpr = gl.constexpr(128)  # of a consumer
-ROWS: gl.constexpr = gl.constexpr(64)  # rows of a row block that a consumer owns
-TOKENS_EACH: gl.constexpr = gl.constexpr(64)  # tokens of each head that a consumer owns: ROWS / PACKED_HEADS
+THREADS: gl.constexpr = gl.constexpr(128)  # that compute
 LOADER_REGISTERS: gl.constexpr = gl.constexpr(40)  # of a thread that loads
 RESCALE_ABOVE: gl.constexpr = gl.constexpr(
     8.0
@@ -87,7 +84,7 @@ END_TILE: gl.constexpr = gl.constexpr(7)  # one past the last, so at least 1; 0:
 PARTS: gl.constexpr = gl.constexpr(8)  # of the row block, along its keys; 1: the item is all of it
 PLACE: gl.constexpr = gl.constexpr(9)  # of the part's state in scratch
 FIRST_PLACE: gl.constexpr = gl.constexpr(10)  # of the row block's parts, HEAD_BLOCKS apart
-STATE: gl.constexpr = gl.constexpr(4608)  # words that a consumer keeps of a part
+STATE: gl.constexpr = gl.constexpr(4608)  # words kept of a part
 CUT_OCTAVES: gl.constexpr = gl.constexpr(
     256
 )  # by which octaves of row blocks that are cut lie above the others: more than a float32 has
@@ -139,7 +136,7 @@ def _rescale_registers(COUNT):
 
 @gluon.jit
 def _per_row(values, acc):
-    """values [ROWS] as [ROWS, 1], in the threads that hold the rows of acc."""
+    """values [BLOCK_M] as [BLOCK_M, 1], in the threads that hold the rows of acc."""
     return gl.convert_layout(values, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
@@ -185,12 +182,12 @@ def _places(values, address, COUNT: gl.constexpr):
     # 12.8 holds that all branches, by what a warp does first of all, part the threads of a warp, and puts every copy of a box
     # in a loop over threads: pre b1 2k 77 us for 69, with two loaders 84 for 71.
     if len(values.shape) == 2:
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))[:, None]
+        rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, values.type.layout))[:, None]
         columns = gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))[None, :]
-        thread = rows // 16 * 32 + rows % 8 * 4 + columns % 8 // 2  # [ROWS, columns]
+        thread = rows // 16 * 32 + rows % 8 * 4 + columns % 8 // 2  # [BLOCK_M, columns]
     else:
-        rows = gl.arange(0, ROWS, values.type.layout)
-        thread = rows // 16 * 32 + rows % 8 * 4  # [ROWS], the first of the four
+        rows = gl.arange(0, BLOCK_M, values.type.layout)
+        thread = rows // 16 * 32 + rows % 8 * 4  # [BLOCK_M], the first of the four
     return address + thread.to(gl.int64) * min(COUNT, 4) * 4
 
 
@@ -624,21 +621,15 @@ def _claim(tickets_ptr):
 
 @gluon.jit
 def _copy_queries(q_map, queries, count, token, head):
-    """The two halves of a row block: PACKED_HEADS heads of TOKENS_EACH tokens each."""
+    """A row block: PACKED_HEADS heads of BLOCK_TOKENS tokens each."""
     tiles, full, empty = queries
     PANELS: gl.constexpr = BLOCK_QK // COLUMNS
     slot, parity = _slot(count, QUERY_SLOTS)
-    for consumer in gl.static_range(CONSUMERS):
-        place = slot * CONSUMERS + consumer
-        mbarrier.wait(empty.index(place), parity ^ 1)
-        mbarrier.expect(full.index(place), ROWS * BLOCK_QK * ITEMSIZE)
-        pieces = tiles.index(place)._reinterpret(
-            q_map.dtype, [PANELS, PACKED_HEADS, TOKENS_EACH, COLUMNS], q_map.layout
-        )
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(
-                q_map, [head, token + consumer * TOKENS_EACH, panel * COLUMNS], full.index(place), pieces.index(panel)
-            )
+    mbarrier.wait(empty.index(slot), parity ^ 1)
+    mbarrier.expect(full.index(slot), BLOCK_M * BLOCK_QK * ITEMSIZE)
+    pieces = tiles.index(slot)._reinterpret(q_map.dtype, [PANELS, PACKED_HEADS, BLOCK_TOKENS, COLUMNS], q_map.layout)
+    for panel in gl.static_range(PANELS):
+        tma.async_copy_global_to_shared(q_map, [head, token, panel * COLUMNS], full.index(slot), pieces.index(panel))
 
 
 @gluon.jit
@@ -727,27 +718,27 @@ def _plan_and_load(q_map, k_map, queries, keys, items, table, strides, lengths, 
 
 @gluon.constexpr_function
 def _accumulator(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    return gl.NVMMADistributedLayout([3, 0], [BLOCK_M // 16, 1], [16, columns, 16])
 
 
 @gluon.jit
-def _rows(CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Token and head, within a row block, of each of a consumer's rows, [ROWS]: its tokens head by head."""
-    rows = gl.arange(0, ROWS, LAYOUT)
-    return CONSUMER * TOKENS_EACH + rows % TOKENS_EACH, rows // TOKENS_EACH
+def _rows(LAYOUT: gl.constexpr):
+    """Token and head, within a row block, of each of its rows, [BLOCK_M]: tokens head by head."""
+    rows = gl.arange(0, BLOCK_M, LAYOUT)
+    return rows % BLOCK_TOKENS, rows // BLOCK_TOKENS
 
 
 @gluon.jit
 def _row_sum(weights):
-    """[ROWS, 4]: the sum of each of the four lanes that share a row, so that no value crosses lanes until the end."""
-    parts = gl.reshape(weights, [ROWS, TILE_N // 32, 4, 4, 2])
+    """[BLOCK_M, 4]: the sum of each of the four lanes that share a row, so that no value crosses lanes until the end."""
+    parts = gl.reshape(weights, [BLOCK_M, TILE_N // 32, 4, 4, 2])
     return gl.sum(gl.sum(gl.sum(parts, 4), 1), 1)
 
 
 @gluon.jit
 def _row_max(scores):
-    """[ROWS], as a tree: the plain reduction is one chain of comparisons."""
-    parts = gl.reshape(scores, [ROWS, TILE_N // 32, 4, 4, 2])
+    """[BLOCK_M], as a tree: the plain reduction is one chain of comparisons."""
+    parts = gl.reshape(scores, [BLOCK_M, TILE_N // 32, 4, 4, 2])
     highest = gl.max(gl.max(gl.max(gl.max(parts, 4), 1), 1), 1)
     return gl.convert_layout(highest, gl.SliceLayout(1, scores.type.layout))
 
@@ -757,7 +748,7 @@ def _visible(scores, edges, first_key, MASKED: gl.constexpr):
     """-inf where a row does not see a key; a select, as what is not seen may be any bytes."""
     if MASKED:
         keys = gl.arange(0, TILE_N, gl.SliceLayout(0, scores.type.layout))[None, :]  # [1, TILE_N], within the tile
-        seen = keys <= (edges[0] - first_key)[:, None]  # [ROWS, TILE_N]
+        seen = keys <= (edges[0] - first_key)[:, None]  # [BLOCK_M, TILE_N]
         scores = gl.where(seen, scores, float("-inf"))
     return scores
 
@@ -783,13 +774,13 @@ def _softmax(scores, row_max, row_sum, edges, first_key, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _finish(row_max, row_sum, CONSUMER: gl.constexpr, item, items, outputs):
+def _finish(row_max, row_sum, item, items, outputs):
     _, _, _, lse_ptr, store_lse = outputs
-    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)  # [ROWS]
+    total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)  # [BLOCK_M]
     empty = total == 0.0
     divisor = gl.where(empty, 1.0, total)
     if store_lse != 0:
-        row_tokens, row_heads = _rows(CONSUMER, row_max.type.layout)
+        row_tokens, row_heads = _rows(row_max.type.layout)
         lse = gl.where(empty, float("-inf"), (row_max + gl.log2(divisor)) * LN2)
         places = (_field(items, item, TOKEN) + row_tokens).to(gl.int64) * QUERY_HEADS + row_heads
         places += _field(items, item, HEAD_BLOCK) * PACKED_HEADS
@@ -820,10 +811,10 @@ def _release(ring, use):
 
 @gluon.jit
 def _scores(query, keys, use):
-    """query [ROWS, BLOCK_QK] times the keys of a use, in flight."""
+    """query [BLOCK_M, BLOCK_QK] times the keys of a use, in flight."""
     tiles, _, _ = keys
     slot, _ = _slot(use, NUM_STAGES)
-    empty = gl.zeros([ROWS, TILE_N], gl.float32, _accumulator(TILE_N))
+    empty = gl.zeros([BLOCK_M, TILE_N], gl.float32, _accumulator(TILE_N))
     return warpgroup_mma(query, tiles.index(slot).permute([1, 0]), empty, is_async=True)
 
 
@@ -839,7 +830,7 @@ def _add_values(values, use, weights, acc, factors):
 
 
 @gluon.jit
-def _issue(query, keys, values, use, weights, acc, factors, CONSUMER: gl.constexpr):
+def _issue(query, keys, values, use, weights, acc, factors):
     """The scores of the next use's keys, and the product with the values of this one."""
     scores = _scores(query, keys, use + 1)
     acc = _add_values(values, use, weights, acc, factors)
@@ -847,24 +838,10 @@ def _issue(query, keys, values, use, weights, acc, factors, CONSUMER: gl.constex
 
 
 @gluon.jit
-def _step(
-    query,
-    keys,
-    values,
-    use,
-    first_key,
-    weights,
-    acc,
-    row_max,
-    row_sum,
-    factors,
-    edges,
-    CONSUMER: gl.constexpr,
-    MASKED: gl.constexpr,
-):
+def _step(query, keys, values, use, first_key, weights, acc, row_max, row_sum, factors, edges, MASKED: gl.constexpr):
     """The softmax of the next tile under the product with the values of this one. first_key: of the next tile."""
     _await_use(keys, use + 1)
-    scores, acc = _issue(query, keys, values, use, weights, acc, factors, CONSUMER)
+    scores, acc = _issue(query, keys, values, use, weights, acc, factors)
     scores = warpgroup_mma_wait(1, [scores])
     _release(keys, use + 1)
     weights, row_max, row_sum, factors = _softmax(scores, row_max, row_sum, edges, first_key, MASKED)
@@ -875,22 +852,22 @@ def _step(
 
 
 @gluon.jit
-def _edges(items, item, CONSUMER: gl.constexpr):
-    """[ROWS] each: the last key that a row sees, and with a left edge the first. Rows behind the sequence see what its last one does."""
-    tokens, _ = _rows(CONSUMER, gl.SliceLayout(1, _accumulator(TILE_N)))
+def _edges(items, item):
+    """[BLOCK_M] each: the last key that a row sees, and with a left edge the first. Rows behind the sequence see what its last one does."""
+    tokens, _ = _rows(gl.SliceLayout(1, _accumulator(TILE_N)))
     last_key = _field(items, item, KEYS) - 1
     positions = gl.minimum(_field(items, item, POSITION) + tokens, last_key)
     return (positions,)
 
 
 @gluon.jit
-def _store(acc, inverse, CONSUMER: gl.constexpr, item, items, outputs):
+def _store(acc, inverse, item, items, outputs):
     """Normalise and write the rows of the sequence."""
     out_ptr, out_stride_token, out_stride_head = outputs[0], outputs[1], outputs[2]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])  # 16 bytes a thread
     out = acc * _per_row(inverse, acc)
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), WIDE)
-    tokens, heads = _rows(CONSUMER, gl.SliceLayout(1, WIDE))
+    tokens, heads = _rows(gl.SliceLayout(1, WIDE))
     dims = gl.arange(0, BLOCK_V, gl.SliceLayout(0, WIDE))
     live = tokens < _field(items, item, TOKENS)
     out_ptr += (
@@ -910,27 +887,27 @@ def _scratch(scratch, WORD: gl.constexpr):
 
 
 @gluon.jit
-def _state_address(place, CONSUMER: gl.constexpr, scratch):
-    return _scratch(scratch, 0) + (place * CONSUMERS + CONSUMER).to(gl.int64) * (STATE * 4)
+def _state_address(place, scratch):
+    return _scratch(scratch, 0) + place.to(gl.int64) * (STATE * 4)
 
 
 @gluon.jit
-def _keep(acc, row_max, total, CONSUMER: gl.constexpr, item, items, scratch):
-    address = _state_address(_field(items, item, PLACE), CONSUMER, scratch)
+def _keep(acc, row_max, total, item, items, scratch):
+    address = _state_address(_field(items, item, PLACE), scratch)
     _stored(row_max, address, 2)
     _stored(total, address + 8 * THREADS, 2)
     return _stored(acc, address + 16 * THREADS, BLOCK_V // 2)
 
 
 @gluon.jit
-def _merge(CONSUMER: gl.constexpr, item, items, scratch):
+def _merge(item, items, scratch):
     """The states of all parts together, two at a time, so that one wait is for both."""
-    acc = gl.zeros([ROWS, BLOCK_V], gl.float32, _accumulator(BLOCK_V))
-    row_max = gl.full([ROWS], NO_KEY, gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
-    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
+    acc = gl.zeros([BLOCK_M, BLOCK_V], gl.float32, _accumulator(BLOCK_V))
+    row_max = gl.full([BLOCK_M], NO_KEY, gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
     for part in range(0, _field(items, item, PARTS), 2):  # a power of two, 2 at least
-        first = _state_address(_field(items, item, FIRST_PLACE) + part * HEAD_BLOCKS, CONSUMER, scratch)
-        second = _state_address(_field(items, item, FIRST_PLACE) + (part + 1) * HEAD_BLOCKS, CONSUMER, scratch)
+        first = _state_address(_field(items, item, FIRST_PLACE) + part * HEAD_BLOCKS, scratch)
+        second = _state_address(_field(items, item, FIRST_PLACE) + (part + 1) * HEAD_BLOCKS, scratch)
         first_max = _loaded(row_max, first, 2)
         second_max = _loaded(row_max, second, 2)
         first_total = _loaded(total, first + 8 * THREADS, 2)
@@ -946,14 +923,14 @@ def _merge(CONSUMER: gl.constexpr, item, items, scratch):
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, scratch, zero):
-    """Rows CONSUMER * ROWS .. + ROWS - 1 of every row block."""
+def _consume(queries, keys, values, items, outputs, scratch, zero):
+    """All row blocks that the program takes."""
     query_tiles, query_full, query_empty = queries
     item_empty = items[2]
     count = 0  # of items
     use = 0  # of keys and values
-    weights = gl.zeros([ROWS, TILE_N], gl.float32, _accumulator(TILE_N))
-    row_max = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
+    weights = gl.zeros([BLOCK_M, TILE_N], gl.float32, _accumulator(TILE_N))
+    row_max = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(1, _accumulator(TILE_N)))
     row_sum = _row_sum(weights)
     item = 0
     end_tile = 1
@@ -963,35 +940,35 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, scra
             _await_item(items, count)
             end_tile = _field(items, item, END_TILE)
             if end_tile > 0:
-                mbarrier.wait(query_full.index(CONSUMER), 0)
+                mbarrier.wait(query_full.index(0), 0)
                 _await_use(keys, 0)
         if end_tile > 0:
-            scores = _scores(query_tiles.index(CONSUMER), keys, 0)
+            scores = _scores(query_tiles.index(0), keys, 0)
             scores = warpgroup_mma_wait(0, [scores])
             if ready > 0:
                 _release(keys, 0)
-            weights, row_max, row_sum = _softmax_first(scores, _edges(items, item, CONSUMER), (end_tile - 1) * TILE_N)
+            weights, row_max, row_sum = _softmax_first(scores, _edges(items, item), (end_tile - 1) * TILE_N)
     while end_tile > 0:
-        place = (count % QUERY_SLOTS) * CONSUMERS + CONSUMER
+        place = count % QUERY_SLOTS
         query = query_tiles.index(place)
-        edges = _edges(items, item, CONSUMER)
+        edges = _edges(items, item)
         first_tile = _field(items, item, FIRST_TILE)
         last_tile = end_tile - 1  # its softmax comes before the loops: the mask always cuts it
-        acc = gl.zeros([ROWS, BLOCK_V], gl.float32, _accumulator(BLOCK_V))
-        factors = gl.full([ROWS], 1.0, gl.float32, row_max.type.layout)
+        acc = gl.zeros([BLOCK_M, BLOCK_V], gl.float32, _accumulator(BLOCK_V))
+        factors = gl.full([BLOCK_M], 1.0, gl.float32, row_max.type.layout)
         # Tiles up to the first row's position are visible to every row.
-        position = _field(items, item, POSITION) + CONSUMER * TOKENS_EACH
+        position = _field(items, item, POSITION)
         full_end = gl.minimum(gl.maximum(gl.maximum(position + 1, 0) // TILE_N, first_tile), last_tile)
         for index in range(full_end, last_tile):
             first_key = (full_end + last_tile - 1 - index) * TILE_N
             weights, acc, row_max, row_sum, factors = _step(
-                query, keys, values, use, first_key, weights, acc, row_max, row_sum, factors, edges, CONSUMER, True
+                query, keys, values, use, first_key, weights, acc, row_max, row_sum, factors, edges, True
             )
             use += 1
         query = query_tiles.index(place + zero)
         for _ in range(first_tile, full_end):
             weights, acc, row_max, row_sum, factors = _step(
-                query, keys, values, use, 0, weights, acc, row_max, row_sum, factors, edges, CONSUMER, False
+                query, keys, values, use, 0, weights, acc, row_max, row_sum, factors, edges, False
             )
             use += 1
         async_copy.mbarrier_arrive(query_empty.index(place), increment_count=False)
@@ -1003,15 +980,12 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, scra
         if end_tile > 0:
             # The next item's first scores, in one turn with this one's last values.
             next_slot, next_parity = _slot(count, QUERY_SLOTS)
-            next_place = next_slot * CONSUMERS + CONSUMER
-            mbarrier.wait(query_full.index(next_place), next_parity)
+            mbarrier.wait(query_full.index(next_slot), next_parity)
             _await_use(keys, use + 1)
-            scores, acc = _issue(query_tiles.index(next_place), keys, values, use, weights, acc, factors, CONSUMER)
+            scores, acc = _issue(query_tiles.index(next_slot), keys, values, use, weights, acc, factors)
             scores = warpgroup_mma_wait(1, [scores])
             _release(keys, use + 1)
-            weights, row_max, row_sum = _softmax_first(
-                scores, _edges(items, next_item, CONSUMER), (end_tile - 1) * TILE_N
-            )
+            weights, row_max, row_sum = _softmax_first(scores, _edges(items, next_item), (end_tile - 1) * TILE_N)
             row_sum = _ordered(row_sum)
             acc, weights, row_sum = warpgroup_mma_wait(0, [acc, weights, row_sum])
         else:
@@ -1022,20 +996,20 @@ def _consume(CONSUMER: gl.constexpr, queries, keys, values, items, outputs, scra
         parts = _field(items, item, PARTS)
         complete = parts == 1
         if parts > 1:
-            acc = _keep(acc, item_max, item_total, CONSUMER, item, items, scratch)
+            acc = _keep(acc, item_max, item_total, item, items, scratch)
             arrivals_ptr = _scratch(scratch, 1).to(gl.pointer_type(gl.int32), bitcast=True)
-            counter_ptr = arrivals_ptr + _field(items, item, FIRST_PLACE) * CONSUMERS + CONSUMER
+            counter_ptr = arrivals_ptr + _field(items, item, FIRST_PLACE)
             # The stores of all threads come before the release of the one that counts.
             gl.barrier()
             arrived = gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             complete = arrived == parts - 1
             if complete:
-                acc, item_max, item_total = _merge(CONSUMER, item, items, scratch)
+                acc, item_max, item_total = _merge(item, items, scratch)
                 gl.store(counter_ptr, 0)  # ready for the next launch or replay
         if complete:
-            inverse = _finish(item_max, item_total[:, None], CONSUMER, item, items, outputs)
-            _store(acc, inverse, CONSUMER, item, items, outputs)
-        mbarrier.arrive(item_empty.index(item))
+            inverse = _finish(item_max, item_total[:, None], item, items, outputs)
+            _store(acc, inverse, item, items, outputs)
+        async_copy.mbarrier_arrive(item_empty.index(item), increment_count=False)
         item = next_item
 
 
@@ -1066,9 +1040,9 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1(
     prefill_partial_ptr,
 ):
     # Rings of slots: what they hold, a barrier for each that it is full, and one that it is empty.
-    query_tiles = gl.allocate_shared_memory(q_map.dtype, [QUERY_SLOTS * CONSUMERS, ROWS, BLOCK_QK], TILE)
-    query_full = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS * CONSUMERS, 1], BARRIERS)
-    query_empty = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS * CONSUMERS, 1], BARRIERS)
+    query_tiles = gl.allocate_shared_memory(q_map.dtype, [QUERY_SLOTS, BLOCK_M, BLOCK_QK], TILE)
+    query_full = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], BARRIERS)
+    query_empty = gl.allocate_shared_memory(gl.int64, [QUERY_SLOTS, 1], BARRIERS)
     key_tiles = gl.allocate_shared_memory(k_map.dtype, [NUM_STAGES, TILE_N, BLOCK_QK], TILE)
     key_full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
     key_empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], BARRIERS)
@@ -1083,19 +1057,19 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1(
     # A tile is filled by two loaders, unless it is a single box.
     KEY_LOADERS: gl.constexpr = 2 if SPLIT_KEYS or BLOCK_QK > COLUMNS else 1
     VALUE_LOADERS: gl.constexpr = 2 if SPLIT_KEYS or BLOCK_V > COLUMNS else 1
-    for slot in gl.static_range(QUERY_SLOTS * CONSUMERS):
+    for slot in gl.static_range(QUERY_SLOTS):
         mbarrier.init(query_full.index(slot), count=1)
         mbarrier.init(query_empty.index(slot), count=THREADS)
     for slot in gl.static_range(NUM_STAGES):
         mbarrier.init(key_full.index(slot), count=KEY_LOADERS)
-        mbarrier.init(key_empty.index(slot), count=CONSUMERS * THREADS)
+        mbarrier.init(key_empty.index(slot), count=THREADS)
         mbarrier.init(value_full.index(slot), count=VALUE_LOADERS)
-        mbarrier.init(value_empty.index(slot), count=CONSUMERS * THREADS)
+        mbarrier.init(value_empty.index(slot), count=THREADS)
     for loader in gl.static_range(2):
         mbarrier.init(value_full.index(NUM_STAGES + loader), count=1)
     for slot in gl.static_range(ITEMS):
         mbarrier.init(item_full.index(slot), count=1)
-        mbarrier.init(item_empty.index(slot), count=CONSUMERS + 3)  # and every loader but the one that plans
+        mbarrier.init(item_empty.index(slot), count=THREADS + 3)  # and every loader but the one that plans
     fence_async_shared()
 
     # 0 at run time, which the compiler cannot know. ptxas 12.8 shares the descriptors of a dynamically chosen query tile between
@@ -1118,7 +1092,7 @@ def prefill_ws_h4x4_d64_p16_bf16_causal_q1_m64n64_w4s2c2_m128_s1(
     # and 8k 1 %.
     gl.warp_specialize(
         [
-            (_consume, (0, queries, keys, values, items, outputs, scratch, zero)),
+            (_consume, (queries, keys, values, items, outputs, scratch, zero)),
             (_load, (v_map, values, items, table, value_strides, 0, True)),
             (_load, (v_map, values, items, table, value_strides, 1, True)),
             (
