@@ -23,7 +23,7 @@ LAYERS = {
     # Importing a model's config: facts about published models, and how they are read.
     "noun of hf": "hf_models hf_config",
     "verb": "load hf hf_facts hf_layers rules tuning expand plan measured manifest render format write"
-    " cache toolchain loops descriptors resources child aot aot_worker wheel verify"
+    " cache toolchain loops descriptors resources ptx child aot aot_worker wheel verify"
     " tuning.jsonl tuning.shipped tuning.current tuning.store tuning.matrix tuning.cover tuning.tree tuning.regret"
     " tuning.evidence tuning.relatives tuning.parts tuning.choose"
     " tuning.space tuning.grid tuning.bundle tuning.problems tuning.search tuning.executors tuning.trial_worker tuning.sweep"
@@ -77,7 +77,7 @@ EXTRA = {
     "descriptors": "loops",
     "resources": "loops toolchain",
     "aot": "cache child resources toolchain",
-    "aot_worker": "child descriptors resources toolchain",
+    "aot_worker": "child descriptors ptx resources toolchain",
     "wheel": "cache write",
     "verify": "wheel",  # the digest format of RECORD
     "provenance": "pipeline runtime.arguments runtime.table",

@@ -88,7 +88,7 @@ def test_warps_that_share_an_accumulator_are_not_counted_by_their_number():
     assert not space.space("prefill_ws", wide, [TARGETS["a100_sxm"]], LIMITS, 8).variants
 
 
-def test_one_consumer_with_two_programs_a_multiprocessor_is_tried():
+def test_one_group_with_two_programs_a_multiprocessor_is_tried():
     tried = [v.config for v in space.space("prefill_ws", LLAMA, [TARGETS["h200"]], LIMITS, 8).variants]
     assert [config.block_m for config in tried[:2]] == [64, 128], "what is known comes first"
     one = [config for config in tried if config.block_m == 64]
