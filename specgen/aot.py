@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from specgen import ptx
 from specgen.binary import Binary, CompileJob, Failed, Refused
 from specgen.cache import Cache, cache_key
 from specgen.child import Child, Died, TimedOut
@@ -27,7 +28,7 @@ Progress = Callable[[int, int, str, str], None]
 Key = tuple[str, str]
 Outcome = Binary | Refused | Failed
 
-_FACTS = 2  # of the facts in a Binary: raise it when how they are read changes, or what is refused
+_FACTS = 3  # of the facts in a Binary: raise it when how they are read changes, or what is refused
 _TIME_LIMIT = 900.0  # seconds for one kernel
 _PAUSE = 0.05  # seconds before looking again whether another process has finished a kernel
 # What changes Triton's output or its speed; a build must not depend on the user's environment.
@@ -123,6 +124,7 @@ def job_key(job: CompileJob) -> str:
             "num_warps": job.num_warps,
             "num_stages": job.num_stages,
             "options": sorted(job.options),
+            "rewritings": ptx.digest() if ptx.REWRITINGS.keys() & dict(job.options) else "",
             "toolchain": toolchain_digest(),
         }
     )

@@ -4,6 +4,8 @@ Each is an option of a compile job, by its name in REWRITINGS.
 """
 
 import re
+from hashlib import sha256
+from pathlib import Path
 
 from specgen.errors import BuildError
 
@@ -52,6 +54,11 @@ def warps_apart(ptx: str) -> str:
 
 
 REWRITINGS = {"evict_first": evict_first, "warps_apart": warps_apart}
+
+
+def digest() -> str:
+    """Of this module: what decides a binary besides its kernel and options, for the key of a cache."""
+    return sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def taken(options: dict) -> list[str]:

@@ -76,7 +76,7 @@ EXTRA = {
     "manifest": "expand plan runtime.installed",  # an Expansion is its input; the package's name; the format that the package reads
     "descriptors": "loops",
     "resources": "loops toolchain",
-    "aot": "cache child resources toolchain",
+    "aot": "cache child ptx resources toolchain",
     "aot_worker": "child descriptors ptx resources toolchain",
     "wheel": "cache write",
     "verify": "wheel",  # the digest format of RECORD

@@ -294,6 +294,7 @@ BUDGETS = {
     "llama_float16_page_256": replace(LLAMA, dtype="float16", page_size=256),
     "dim_64": replace(GEOMETRY, query_heads=14, kv_heads=2),
     "dim_256": replace(LLAMA, query_heads=8, kv_heads=4, qk_dim=256, v_dim=256),
+    "dim_256_softcap": replace(LLAMA, query_heads=16, kv_heads=8, qk_dim=256, v_dim=256, softcap=50.0),
     "window_sinks": replace(LLAMA, sliding_window=1024, sinks=True),
     "chunk": replace(LLAMA, query_heads=40, chunk=8192),
     "bidirectional_softcap": replace(LLAMA, mask="bidirectional", softcap=50.0),
@@ -329,6 +330,8 @@ def test_binaries_keep_to_their_budgets(name):
     assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 4, "matrix products are not serialised"
     assert ("BAR.SYNC.DEFER_BLOCKING 0x0" in code) == (Shape(variant).groups == 1), "groups of warps do not wait for each other"
     steps, parsed = loops.sass_lines(code), loops.parse_sass(code)
+    turns = [any("BAR.SYNC" in steps[i] for i in loop) and any("BAR.ARV" in steps[i] for i in loop) for loop in loops.main_loops(parsed)]
+    assert Shape(variant).groups == 1 or all(turns), "groups of warps take turns"
     moves = max(sum("R2UR" in steps[i] for i in loop) for loop in loops.main_loops(parsed))
     wide = max(variant.block_qk, variant.block_v) > 128
     assert moves <= (12 if wide else 4), "numbers of the main loops are in uniform registers"

@@ -4,6 +4,9 @@ import re
 
 import pytest
 
+from specgen import ptx
+from specgen.aot import job_key
+from specgen.binary import CompileJob
 from specgen.errors import BuildError
 from specgen.ptx import REWRITINGS, rewritten, taken
 
@@ -56,6 +59,13 @@ def test_copies_leave_l2_first():
     assert "complete_tx::bytes.L2::cache_hint [%r1]" in out and out.rstrip().endswith("[%r5], policy; }")
     with pytest.raises(BuildError, match="option evict_first: the kernel has no copy by tensor map"):
         rewritten(ENTRY, ["evict_first"])
+
+
+def test_a_changed_rewriting_makes_other_binaries(monkeypatch):
+    plain, hinted = (CompileJob("kernel", "sm_90", "", (), options=options) for options in ((), (("evict_first", 1),)))
+    before = job_key(plain), job_key(hinted)
+    monkeypatch.setattr(ptx, "digest", lambda: "another")
+    assert job_key(plain) == before[0] and job_key(hinted) != before[1]
 
 
 def test_options_that_are_rewritings():
