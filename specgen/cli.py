@@ -112,7 +112,7 @@ def _tune_arguments(sub: argparse.ArgumentParser) -> None:
     some.add_argument("--only", action="append", metavar="GLOB", help="kernels by name, such as 'decode_*'; may be given again")
     some.add_argument("--candidates", dest="most", type=_positive, help="at most so many per family and bound on query rows, by chance")
     some.add_argument("--max-registers", type=_positive, action="append", help="also with this bound for a thread (NVIDIA)")
-    some.add_argument("--step", type=_positive, help="factor between neighbouring batches of the grid (4)")
+    some.add_argument("--step", type=_factor, help="factor between neighbouring batches of the grid (4)")
     some.add_argument("--trace", type=Path, metavar="FILE", help="JSON Lines of real batches, in place of the grid")
     some.add_argument("--jobs", type=_positive, help="compiler processes (the CPUs)")
     how = sub.add_argument_group("how to measure")
@@ -129,6 +129,12 @@ def _tune_arguments(sub: argparse.ArgumentParser) -> None:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs an integer of at least 1, got {text}")
+    return int(text)
+
+
+def _factor(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"needs an integer of at least 2, got {text}")
     return int(text)
 
 
@@ -223,12 +229,17 @@ def _tune(options) -> None:
         _tuned(options)
         return
     where = tune_measure.Where(**_given(options, "executor", "gpus"))
-    if not options.compile_only:
-        tune_measure.local_gpus(where)  # an error now, not after all was compiled
+    plan = tune_measure.Plan(**_given(options, "search", "objective", "rounds", "trial_s", "seed"))
+    if options.compile_only and options.trace:
+        raise SpecgenError(f"--trace {options.trace}: says what to measure, which --compile-only does not; give it to the run that does")
+    if not options.compile_only:  # errors now, not after all was compiled
+        tune_measure.local_gpus(where)
+        if options.trace and options.spec:
+            tune_measure.check_trace(options.trace, options.spec)
     bundles = [] if options.measure_only else _compile_candidates(options)
     if not options.compile_only:
         bundles = bundles or tune_measure.find(options.spec, options.build_dir, options.bundle)
-        _measure_candidates(options, bundles, where)
+        _measure_candidates(options, bundles, where, plan)
 
 
 def _given(options, *names: str) -> dict:
@@ -249,10 +260,9 @@ def _compile_candidates(options) -> list:
     return bundles
 
 
-def _measure_candidates(options, bundles: list, where) -> None:
+def _measure_candidates(options, bundles: list, where, plan) -> None:
     from specgen import tune_measure
 
-    plan = tune_measure.Plan(**_given(options, "search", "objective", "rounds", "trial_s", "seed"))
     with _progress() as bar:
         summaries = tune_measure.measure(
             bundles,

@@ -138,6 +138,13 @@ def _nothing(bundle: Bundle) -> Trial:
     return Trial(folder, bundle.stamp, bundle.package, bundle.arch, {}, Workload("", ()), (), rounds=0)
 
 
+def check_trace(trace: Path, spec: Path | str) -> None:
+    """SpecError with the place of every line of a trace that is wrong, or beyond the limits of the spec."""
+    from specgen.load import load  # needs more than a machine that only measures has
+
+    read_trace(trace, load(spec).spec.limits.model_dump())
+
+
 def _batches(bundle: Bundle, group: Group, hello: Answer, trace: Path | None) -> list[Workload]:
     """What is measured of one geometry, in the order of measuring."""
     room = hello.gpu.memory_bytes * CACHE_SHARE or float("inf")

@@ -397,6 +397,8 @@ def test_the_command_says_what_is_wrong(monkeypatch, package, capsys, tmp_path):
             ["nowhere_kernels"],
             "nowhere_kernels: does not import (No module named 'nowhere_kernels'); needs an",
         ),
+        (["../t"], "bench: ../t is neither a folder nor a name that can be imported; needs the import name"),
+        ([str(tmp_path)], f"bench: {tmp_path} is a folder without manifest.json; needs the import name"),
         (["json"], "json: is no package that specgen built; its folder holds no manifest.json"),
         (
             ["fake_kernels", "--peers", "fa3,fa4"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specgen import cli
+from specgen import cli, tune_compile, tune_measure
 from specgen.expand import expand
 from specgen.load import load
 from specgen.plan import dispatch_rows
@@ -377,6 +377,16 @@ def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path, run
     assert run("verify", os.devnull, status=1) == "/dev/null: is no ordinary file; needs a wheel\n"
 
 
+def test_tune_says_what_is_wrong_before_it_compiles(run, tmp_path, monkeypatch):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("nonsense\n")
+    monkeypatch.setattr(tune_compile, "make_bundles", lambda *_, **__: pytest.fail("compiles"))
+    monkeypatch.setattr(tune_measure, "local_gpus", lambda where: ("0",))
+    assert run("tune", SPEC, "--trace", trace, status=1) == f"{trace}:1:1: not valid JSON: Expecting value\n"
+    assert "which --compile-only does not" in run("tune", SPEC, "--compile-only", "--trace", trace, status=1)
+    assert "needs one of mean, best, got 'least'" in run("tune", SPEC, "--compile-only", "--objective", "least", status=1)
+
+
 def test_wrong_usage_is_status_2(capsys):
     for arguments in (
         [],
@@ -384,6 +394,7 @@ def test_wrong_usage_is_status_2(capsys):
         ["build"],
         ["build", "x.yaml", "--jobs", "0"],
         ["build", "x.yaml", "--jobs", "many"],
+        ["tune", "x.yaml", "--step", "1"],  # a grid of one step never ends
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(arguments)

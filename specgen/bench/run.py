@@ -81,6 +81,9 @@ def open_package(name: str, build_dir: Path) -> ModuleType:
     if folder.is_dir() and (folder / "manifest.json").is_file():
         sys.path.insert(0, str(folder.resolve().parent))
         name = folder.resolve().name
+    if not all(part.isidentifier() for part in name.split(".")):
+        what = "a folder without manifest.json" if folder.is_dir() else "neither a folder nor a name that can be imported"
+        raise SpecgenError(f"bench: {name} is {what}; needs the import name, folder or spec of a built package")
     try:
         module = importlib.import_module(name)
     except ImportError as error:
