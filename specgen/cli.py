@@ -112,7 +112,7 @@ def _tune_arguments(sub: argparse.ArgumentParser) -> None:
     some.add_argument("--only", action="append", metavar="GLOB", help="kernels by name, such as 'decode_*'; may be given again")
     some.add_argument("--candidates", dest="most", type=_positive, help="at most so many per family and bound on query rows, by chance")
     some.add_argument("--max-registers", type=_positive, action="append", help="also with this bound for a thread (NVIDIA)")
-    some.add_argument("--step", type=_factor, help="factor between neighbouring batches of the grid (4)")
+    some.add_argument("--step", type=lambda text: _positive(text, 2), help="factor between neighbouring batches of the grid (4)")
     some.add_argument("--trace", type=Path, metavar="FILE", help="JSON Lines of real batches, in place of the grid")
     some.add_argument("--jobs", type=_positive, help="compiler processes (the CPUs)")
     how = sub.add_argument_group("how to measure")
@@ -126,15 +126,9 @@ def _tune_arguments(sub: argparse.ArgumentParser) -> None:
     how.add_argument("--gpus", type=lambda text: tuple(text.split(",")), help="of a local executor, such as 0,1 (all that are visible)")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs an integer of at least 1, got {text}")
-    return int(text)
-
-
-def _factor(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"needs an integer of at least 2, got {text}")
+def _positive(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"needs an integer of at least {least}, got {text}")
     return int(text)
 
 
