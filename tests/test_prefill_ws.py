@@ -135,7 +135,7 @@ def launch(run: Run, ptx: str, batch: Batch, layout: str, fill: float, seed: int
         pool.cu_seqlens_q[: alone + 1], pool.cu_seqlens_q[alone + 1 :] = start, end
     pool.out.fill_(float("nan"))
     lse = torch.full((pool.tokens, case.query_heads), float("nan"))
-    scratch = prefill_ws_workspace(run.programs, variant.config.block_m, case.v_dim)
+    scratch = prefill_ws_workspace(run.programs, case.v_dim)
     sinks = torch.zeros(1) if pool.sinks is None else pool.sinks
     tensors = {
         "q": pool.q, "k_cache": pool.k_cache, "v_cache": pool.v_cache, "out": pool.out, "lse": lse, "seq_lens": pool.seq_lens,

@@ -132,23 +132,22 @@ def prefill_state_words(v_dim: int) -> int:
     return MATRIX_ROWS * (4 * 2 + gluon_columns(v_dim))
 
 
-def prefill_ws_workspace(programs: int, block_m: int, v_dim: int) -> WorkspaceSize:
+def prefill_ws_workspace(programs: int, v_dim: int) -> WorkspaceSize:
     """Scratch of one prefill_ws launch of `programs` programs that cuts row blocks into parts.
 
     There are no more parts than programs, each of MATRIX_ROWS rows: prefill_partial [programs, prefill_state_words], tickets
     [TICKETS + programs], zero between launches.
     """
-    states = programs * (block_m // MATRIX_ROWS)
     return WorkspaceSize(
-        tickets=TICKETS + states,
-        prefill_partial=states * prefill_state_words(v_dim),
+        tickets=TICKETS + programs,
+        prefill_partial=programs * prefill_state_words(v_dim),
     )
 
 
 def _variant_workspace(multiprocessors: int, variant: Mapping) -> WorkspaceSize:
     launched = programs(multiprocessors, variant)
     if cuts_keys(variant):
-        return prefill_ws_workspace(launched, variant["block_m"], variant["v_dim"])
+        return prefill_ws_workspace(launched, variant["v_dim"])
     if variant["family"] == "decode_ws":
         group = variant["query_heads"] // variant["kv_heads"]
         rows = partial_rows(variant["block_m"], group, variant["max_query_len"]) * variant["options"].get("heads", 1)
